@@ -99,26 +99,57 @@ TABLES = {
     "per group": fq.QuantSpec(bits=8, axis=1, group_size=4),
     "affine per row": fq.QuantSpec(bits=8, signed=False, symmetric=False, axis=0),
     "16 bits": fq.QuantSpec(bits=16, axis=0),
+    "4 bits, per row": presets.int4(group_size=None),
+    "4 bits, per tensor": fq.QuantSpec(bits=4),
+    "4 bits, per column": fq.QuantSpec(bits=4, axis=1),
+    "4 bits, per group": fq.QuantSpec(bits=4, axis=1, group_size=3),
+    "4 bits, affine per group": fq.QuantSpec(bits=4, signed=False, symmetric=False, axis=1, group_size=3),
+    "3 bits, per group": fq.QuantSpec(bits=3, axis=1, group_size=9),
+    "groups of rows": fq.QuantSpec(bits=4, axis=0, group_size=5),
 }
+# ONNX Runtime needs all rows as floats.
+WHOLE = ("16 bits", "groups of rows")
 
 
-@pytest.mark.parametrize("spec", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (1, 2, 2)] if ALL else [(2, 3)], ids=str)
-def test_an_embedding_gathers_codes_and_returns_the_same_bits(spec, shape, tmp_path):
+def test_an_embedding_gathers_codes_and_returns_the_same_bits(name, shape, tmp_path):
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
+    spec, width = TABLES[name], 9 if name.startswith(("3", "4")) else 8  # an odd number of codes of 4 bits
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
-    model = fq.prepare(nn.Sequential(nn.Embedding(20, 8)), config).eval()
+    model = fq.prepare(nn.Sequential(nn.Embedding(20, width)), config).eval()
     x = torch.randint(0, 20, shape)
     path = str(tmp_path / "model.onnx")
     fq.export_onnx(model, path, x)
     nodes = onnx.load(path).graph.node
     first = next(node.op_type for node in nodes if node.op_type in ("Gather", "DequantizeLinear"))
-    assert first == ("Gather" if spec.bits == 8 else "DequantizeLinear")
+    assert first == ("DequantizeLinear" if name in WHOLE else "Gather")
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.equal(torch.from_numpy(y), model(x))
-    assert fq.verify(model, path, [x]).ok
+    found = fq.verify(model, path, [x])
+    assert found.ok
+    assert list(found.floats) == (["0"] if name in WHOLE else [])
+
+
+def test_a_changed_code_of_an_embedding_with_4_bits_is_noticed(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    x = torch.arange(6).reshape(2, 3)
+    model = fq.prepare(nn.Sequential(nn.Embedding(20, 8)), fq.recipes.int4_weight_only(group_size=4)).eval()
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    written = onnx.load(tmp_path / "model.onnx")
+    for name in ("0.weight_codes_packed", "0.weight_codes_pairs", "0.weight_scale"):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(written)
+        (tensor,) = (one for one in changed.graph.initializer if one.name == name)
+        values = onnx.numpy_helper.to_array(tensor).copy()
+        values.reshape(-1)[-1:] += 1
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, name))
+        onnx.save(changed, tmp_path / "changed.onnx")
+        with pytest.raises(ValueError, match="is different in the file"):
+            fq.verify(model, tmp_path / "changed.onnx", [x])
 
 
 def test_a_linear_layer_with_a_transposed_weight_is_known_by_its_name(tmp_path):

@@ -27,6 +27,7 @@ from fakequant._export.notes import (
 )
 from fakequant._export.onnx.export_onnx import TORCHS_LOWEST, quiet_exporter, torch_export
 from fakequant._export.onnx.exported_modules import tensors_in_file
+from fakequant._export.onnx.graph_forms import IN_BYTES, PACKED, PAIRS
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes import TARGETS
 from fakequant._runtimes.session import Array, Run, Session, starts_with
@@ -69,15 +70,15 @@ class OnnxSession(Session):
                 if node.op_type == "DynamicQuantizeLinear":
                     self.dynamic[node.output[0]] = node.output[1], node.output[2]
         self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
-        constants = {tensor.name for tensor in self.model.graph.initializer}
-        self.inputs = [value.name for value in self.model.graph.input if value.name not in constants]
+        self.constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        self.inputs = [value.name for value in self.model.graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in self.model.graph.output]
         noted = json.loads(_noted(self.model, OUTPUTS) or "null")
         self.results = None
         if isinstance(noted, dict):
             self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = _noted(self.model, TARGET), _noted(self.model, PARAMETERS)
-        self.missing = sorted(set(json.loads(_noted(self.model, TENSORS) or "[]")) - constants)
+        self.missing = sorted(set(json.loads(_noted(self.model, TENSORS) or "[]")) - set(self.constants))
         self.is_as_written = _noted(self.model, GRAPH) == digest_of_graph(self.model)
         self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
 
@@ -92,18 +93,27 @@ class OnnxSession(Session):
     def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
         """Yields the tensors that the golden model and the file both have."""
         for name, here in tensors_in_file(golden):
-            there = self.initializer(name)
+            there = self._gathered(name, here)
+            there = self.initializer(name) if there is None else there
             # A tensor is absent if it is not used, or was merged with an equal one.
             if there is not None:
                 yield name, there, here
 
     def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""
-        onnx = require("onnx", "onnx")
-        for tensor in self.model.graph.initializer:
-            if tensor.name == name:
-                return np.asarray(onnx.numpy_helper.to_array(tensor))
-        return None
+        found = self.constants.get(name)
+        return None if found is None else np.asarray(require("onnx", "onnx").numpy_helper.to_array(found))
+
+    def _gathered(self, name: str, here: Tensor) -> Array | None:
+        """Returns a tensor of an embedding with 4-bit codes. None if the file does not store it in bytes.
+
+        Codes are unpacked as the file does it, with its own table.
+        """
+        packed, pairs = self.initializer(f"{name}{PACKED}"), self.initializer(f"{name}{PAIRS}")
+        if packed is None or pairs is None:
+            return self.initializer(f"{name}{IN_BYTES}")
+        codes: Array = pairs[packed].reshape(len(packed), -1)
+        return codes[:, : here.shape[-1]]
 
     def operator_of(self, layer: str) -> str | None:
         """Returns the operator that computes a layer. None if no operator reads the codes of its weight."""
@@ -261,7 +271,7 @@ def _shape(value: "onnx.ValueInfoProto") -> list[int | str]:
 
 
 # The codes of a weight, or of a part of it.
-_WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes")
+_WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes(_packed)?")
 
 
 def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
@@ -280,7 +290,7 @@ def readers_of(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
 def weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":
     """Returns the node that computes with a weight, or None if there is none. See `readers_of`."""
     # The codes may have been packed under another name. The scale keeps its name, unless both are transposed.
-    names = (f"{weight}_codes", f"{weight}_scale", f"{weight}_codes_T")
+    names = (f"{weight}_codes", f"{weight}_codes{PACKED}", f"{weight}_scale", f"{weight}_codes_T")
     node = next((readers[name] for name in names if name in readers), None)
     while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
         node = readers.get(node.output[0])

@@ -76,6 +76,8 @@ class Session:
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
         self.lookups: set[str] = set()
+        # Embeddings whose kernel needs the whole table as floats, at every call.
+        self.whole_tables: set[str] = set()
         # The paths of the quantizers whose scales are computed at run time.
         self.dynamic_paths: set[str] = set()
         # Why codes of quantizers cannot be read, by path. Other quantizers without codes were merged with equal ones.

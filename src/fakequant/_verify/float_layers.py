@@ -20,14 +20,17 @@ _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 def layers_in_float(model: nn.Module, golden: nn.Module, runtime: Session) -> dict[str, str]:
     """Returns the layers that compute products in float in the runtime, by path, each with the reason.
 
-    Layers that are not quantized are among them. Embeddings are not, because they compute no products.
+    Layers that are not quantized are among them. Embeddings compute no products, and are listed only if the runtime
+    dequantizes all rows to look up a few.
     """
     found = {}
     for path, module in model.named_modules():
         kernel = runtime.kernels.get(path)
-        if path in runtime.integers | runtime.lookups:
+        if path in runtime.whole_tables:
+            found[path] = "the whole table becomes floats at every call, because the runtime cannot gather its codes"
+        elif path in runtime.integers | runtime.lookups:
             continue
-        if kernel is not None:
+        elif kernel is not None:
             found[path] = _why(path, model, golden, runtime)
         elif isinstance(module, QuantizedLayer):
             if not isinstance(module, _LOOKUPS):

@@ -21,17 +21,28 @@ In embeddings, rows of codes are gathered first, and only these are dequantized:
     Gather(codes, indices) -> DequantizeLinear                  with one scale for the table
     Gather(codes), Gather(scale) by flat indices                with one scale or one zero point per row or per group
         -> DequantizeLinear -> Reshape
+    Gather(bytes) -> Cast -> Gather(pairs) -> Reshape           instead of Gather(codes), with codes of 4 bits
 
-Codes of 4 bits and fewer are left as they are: ONNX Runtime cannot gather them.
+ONNX Runtime cannot gather codes of 4 bits, so two of a row are in a byte, and a table of 256 pairs has the codes of
+each byte. Tables of 2 bits, and of groups of rows, are left as they are.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from fakequant._export.onnx.lowering import DOMAIN, constant_of, copy_of, input_of, insert_node, register
+from fakequant._export.onnx.lowering import (
+    DOMAIN,
+    Array,
+    constant_of,
+    copy_of,
+    input_of,
+    insert_node,
+    register,
+    remove_unused,
+)
 from fakequant._moves import ONNX_MOVES
 from fakequant._runtimes import part
 from fakequant._runtimes.target import Target
@@ -261,21 +272,51 @@ def gather_codes(graph: ir.Graph) -> None:
         if node.op_type != "Gather" or node.domain or _axis(node) != 0 or node.inputs[0] is None:
             continue
         table = node.inputs[0].producer()
-        if table is not None and _dequantizes_bytes(table):
+        if table is not None and _can_gather(table):
             _Gathered(graph, node, table).run()
+    remove_unused(graph)
 
 
-def _dequantizes_bytes(table: ir.Node) -> bool:
+# The types of codes in bytes, and the types of 4 bits with the type of their codes after they are unpacked.
+_BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+_PAIRS = {ir.DataType.INT4: ir.DataType.INT8, ir.DataType.UINT4: ir.DataType.UINT8}
+
+
+def _can_gather(table: ir.Node) -> bool:
     codes = table.inputs[0] if table.op_type == "DequantizeLinear" and not table.domain else None
-    if codes is None or codes.const_value is None or codes.shape is None:
+    if codes is None or codes.const_value is None or codes.shape is None or len(codes.shape) != 2:
         return False
-    has_bytes = codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and len(codes.shape) == 2
-    return has_bytes and table.inputs[1] is not None and table.inputs[1].dtype == ir.DataType.FLOAT
+    if "block_size" in table.attributes and _axis(table) == 0:
+        return False  # rows share their scales
+    has_type = codes.dtype in (*_BYTES, *_PAIRS)
+    return has_type and table.inputs[1] is not None and table.inputs[1].dtype == ir.DataType.FLOAT
 
 
 def _axis(node: Any) -> int:
     axis = node.attributes.get("axis")
     return 0 if axis is None else int(axis.as_int())
+
+
+# What is added to the names of tensors of a table with codes of 4 bits: to its codes in bytes, to the codes of each
+# byte, and to its zero points.
+PACKED, PAIRS, IN_BYTES = "_packed", "_pairs", "_bytes"
+
+
+def pack_rows(codes: Array) -> Array:
+    """Returns a matrix of 4-bit codes with two neighbours of a row in a byte, the first in the low bits.
+
+    A row of odd length ends with half a byte of 0.
+    """
+    low = codes.astype(np.int8).view(np.uint8) & 15
+    low = np.pad(low, ((0, 0), (0, low.shape[1] % 2)))
+    return low[:, ::2] | low[:, 1::2] << 4
+
+
+def pairs_of_bytes(signed: bool) -> Array:
+    """Returns the two codes of every byte as a matrix of 256 rows."""
+    byte = np.arange(256)
+    codes = np.stack([byte & 15, byte >> 4], axis=1)
+    return (codes ^ 8) - 8 if signed else codes
 
 
 class _Gathered:
@@ -292,34 +333,89 @@ class _Gathered:
         attributes = {name: attribute.value for name, attribute in self.table.attributes.items()}
         has_one_scale = parameters[0].const_value.size == 1
         scales_follow_columns = attributes.get("axis") == 1 and "block_size" not in attributes
-        if has_one_scale or (scales_follow_columns and result.shape is not None):
+        if codes.dtype in _BYTES and (has_one_scale or (scales_follow_columns and result.shape is not None)):
             if not has_one_scale:
                 attributes["axis"] = len(result.shape) - 1
             rows = self._emit("Gather", [codes, indices], "codes", codes.dtype, result.shape, {"axis": 0})
             made = self._emit("DequantizeLinear", [rows, *parameters], "rows", result.dtype, result.shape, attributes)
-        elif scales_follow_columns:
+        elif codes.dtype in _BYTES and scales_follow_columns:
             return
         else:
-            made = self._by_flat_indices(codes, parameters, indices, result, attributes)
+            made = self._by_flat_indices(has_one_scale or scales_follow_columns, attributes)
         ir.convenience.replace_all_uses_with(result, made, replace_graph_outputs=True)
         self.graph.remove(self.node, safe=True)
         if not self.table.outputs[0].uses() and not self.table.outputs[0].is_graph_output():
             self.graph.remove(self.table, safe=True)
 
-    def _by_flat_indices(self, codes: Any, parameters: Any, indices: Any, result: Any, attributes: Any) -> ir.Value:
+    def _by_flat_indices(self, rows_share_scales: bool, attributes: dict[str, Any]) -> ir.Value:
         """DequantizeLinear has scales along one axis, so the rows are gathered as a matrix."""
+        codes, *parameters = self.table.inputs
+        indices, result = self.node.inputs[1], self.node.outputs[0]
         flat = self._emit("Reshape", [indices, self._constant("flat", [-1])], "flat", indices.dtype, None, {})
-        rows = self._emit("Gather", [codes, flat], "codes", codes.dtype, None, {"axis": 0})
-        own = [
-            self._emit("Gather", [value, flat], kind, value.dtype, None, {"axis": 0})
-            for kind, value in zip(("scale", "zero_point"), parameters, strict=False)
-            if value is not None
-        ]
-        matrix = self._emit("DequantizeLinear", [rows, *own], "rows", result.dtype, None, attributes)
-        shape = self._emit("Shape", [indices], "shape", ir.DataType.INT64, None, {})
+        if codes.dtype in _PAIRS:
+            rows = self._unpacked_rows(codes, flat)
+            parameters = [self._in_bytes(one) if one is not None and one.dtype in _PAIRS else one for one in parameters]
+        else:
+            rows = self._emit("Gather", [codes, flat], "codes", codes.dtype, None, {"axis": 0})
+        lengths = self._emit("Shape", [indices], "shape", ir.DataType.INT64, None, {})
         width = self._constant("width", [self.width])
-        full = self._emit("Concat", [shape, width], "full_shape", ir.DataType.INT64, None, {"axis": 0})
-        return self._emit("Reshape", [matrix, full], "gathered", result.dtype, result.shape, {})
+        full = self._emit("Concat", [lengths, width], "full_shape", ir.DataType.INT64, None, {"axis": 0})
+        if rows_share_scales:
+            if attributes.get("axis") == 1:
+                made = self._emit("DequantizeLinear", [rows, *parameters], "rows", result.dtype, None, attributes)
+                return self._emit("Reshape", [made, full], "gathered", result.dtype, result.shape, {})
+            # ONNX Runtime would move a DequantizeLinear with one scale behind the Reshape, with a wrong type.
+            rows = self._emit("Reshape", [rows, full], "gathered", rows.dtype, result.shape, {})
+            return self._emit("DequantizeLinear", [rows, *parameters], "rows", result.dtype, result.shape, attributes)
+        own = [
+            self._emit("Gather", [one, flat], kind, one.dtype, None, {"axis": 0})
+            for kind, one in zip(("scale", "zero_point"), parameters, strict=False)
+            if one is not None
+        ]
+        if "block_size" in attributes:
+            made = self._in_blocks(rows, own, attributes["block_size"])
+        else:
+            made = self._emit("DequantizeLinear", [rows, *own], "rows", result.dtype, None, attributes)
+        return self._emit("Reshape", [made, full], "gathered", result.dtype, result.shape, {})
+
+    def _in_blocks(self, rows: ir.Value, parameters: list[ir.Value], size: int) -> ir.Value:
+        """Returns (code - zero point) * scale. OpenVINO has no DequantizeLinear in blocks of a length that varies."""
+        to_float = {"to": int(ir.DataType.FLOAT)}
+        blocks = self._constant("blocks", [-1, self.width // size, size])
+        inner = self._constant("inner", [2])
+        made = self._emit("Reshape", [rows, blocks], "code_blocks", rows.dtype, None, {})
+        made = self._emit("Cast", [made], "levels", ir.DataType.FLOAT, None, to_float)
+        scale, *zero_point = (
+            self._emit("Unsqueeze", [one, inner], f"{kind}_blocks", one.dtype, None, {})
+            for kind, one in zip(("scale", "zero_point"), parameters, strict=False)
+        )
+        for one in zero_point:
+            offset = self._emit("Cast", [one], "offset", ir.DataType.FLOAT, None, to_float)
+            made = self._emit("Sub", [made, offset], "differences", ir.DataType.FLOAT, None, {})
+        return self._emit("Mul", [made, scale], "values", ir.DataType.FLOAT, None, {})
+
+    def _unpacked_rows(self, codes: Any, flat: ir.Value) -> ir.Value:
+        """Gathers rows of bytes, and looks up the two codes of each byte."""
+        dtype = _PAIRS[codes.dtype]
+        packed = self._shared(f"{codes.name}{PACKED}", lambda: pack_rows(constant_of(codes)), ir.DataType.UINT8)
+        pairs = self._shared(f"{codes.name}{PAIRS}", lambda: pairs_of_bytes(dtype == ir.DataType.INT8), dtype)
+        read = self._emit("Gather", [packed, flat], "bytes", ir.DataType.UINT8, None, {"axis": 0})
+        places = self._emit("Cast", [read], "places", ir.DataType.INT32, None, {"to": int(ir.DataType.INT32)})
+        found = self._emit("Gather", [pairs, places], "pairs", dtype, None, {"axis": 0})
+        whole = self._constant("whole", [-1, self.width + self.width % 2])
+        rows = self._emit("Reshape", [found, whole], "codes", dtype, None, {})
+        if self.width % 2 == 0:
+            return rows
+        cut = [self._constant(kind, [value]) for kind, value in (("start", 0), ("end", self.width), ("axis", 1))]
+        return self._emit("Slice", [rows, *cut], "row_codes", dtype, None, {})
+
+    def _in_bytes(self, zero_point: Any) -> ir.Value:
+        dtype = _PAIRS[zero_point.dtype]
+        return self._shared(f"{zero_point.name}{IN_BYTES}", lambda: constant_of(zero_point), dtype)
+
+    def _shared(self, name: str, values: Callable[[], Any], dtype: ir.DataType) -> ir.Value:
+        """Returns a constant that all Gather nodes of a table read."""
+        return self.graph.initializers.get(name) or register(self.graph, name, values(), dtype)
 
     def _emit(self, op: str, inputs: list[Any], kind: str, dtype: Any, shape: Any, attributes: Any) -> ir.Value:
         return insert_node(self.node, op, inputs, f"{self.name}_{kind}", dtype, shape, attributes)

@@ -49,6 +49,8 @@ class OnnxRuntimeSession(OnnxSession):
         self.kernels = {path: "?" if node is None else node.op_type for path, node in nodes.items()}
         self.integers = {path for path, kernel in self.kernels.items() if kernel in INTEGER_KERNELS}
         self.lookups = {path for path, kernel in self.kernels.items() if kernel in _LOOKUP_KERNELS}
+        tables = {node.output[0] for node in optimized.node if node.op_type == "DequantizeLinear"}
+        self.whole_tables = {path for path in self.lookups if _reads(nodes[path], tables)}
         # The layers, or nodes of none, whose inputs a session with the default accuracy level rounds.
         paths = {node.output[0]: path for path, node in nodes.items() if node is not None}
         self.rounded = [paths.get(node.output[0], node.name) for node in optimized.node if _rounds_input(node)]
@@ -122,6 +124,10 @@ def _layer_nodes(model: "onnx.ModelProto", graph: "onnx.GraphProto") -> "dict[st
         if layer not in found or (before is not None and before.op_type in INTEGER_KERNELS):
             found[layer] = node
     return found
+
+
+def _reads(node: "onnx.NodeProto | None", values: set[str]) -> bool:
+    return node is not None and node.input[0] in values
 
 
 def _rounds_input(node: "onnx.NodeProto") -> bool:
