@@ -167,3 +167,19 @@ def test_a_linear_layer_with_a_transposed_weight_is_known_by_its_name(tmp_path):
     assert found.ok
     assert found.kernels == {"0": "QGemm", "1": "QGemm"}
     assert type(fq.unprepare(model)[0]) is Conv1D
+
+
+def test_a_converted_model_shares_no_memory_with_the_prepared_one():
+    """Although weights are not copied before they become codes."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 8))
+    model[3].weight = model[0].weight  # both stay in float, and stay one parameter
+    config = fq.recipes.int4_weight_only(group_size=4).skip("0").skip("3")
+    golden = fq.convert(fq.prepare(model, config))
+    x = torch.arange(8)
+    expected = golden(x)
+    assert golden[3].weight is golden[0].weight
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert torch.equal(golden(x), expected)

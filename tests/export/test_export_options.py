@@ -291,3 +291,46 @@ def test_summary_says_folds_only_for_batch_norms_that_fold():
     assert found["norm"] == "batch norm; it folds into conv when the model is converted"
     assert found["late"] == "batch norm"
     assert found["layer"] == "normalization layer"
+
+
+@pytest.mark.parametrize("target", [X86, "openvino"])
+def test_large_tensors_may_be_in_a_second_file(target, tmp_path, monkeypatch):
+    pytest.importorskip("openvino" if target == "openvino" else "onnxruntime")
+    x = randn(4, 48)
+    model = ready(nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48)), x, target)
+    one = fq.export_onnx(model, tmp_path / "one.onnx", x)
+    assert one.external_data is None
+    monkeypatch.setattr("fakequant._export.onnx.export_onnx._LARGEST_FILE", 1000)
+    path = tmp_path / "two.onnx"
+    two = fq.export_onnx(model, path, x)
+    data = tmp_path / "two.onnx.data"
+    assert two.external_data == str(data)
+    assert two.bytes == path.stat().st_size + data.stat().st_size
+    assert str(two).startswith("two.onnx and two.onnx.data: ")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.onnx", "two.onnx", "two.onnx.data"]
+    notes = [{p.key: p.value for p in onnx.load(tmp_path / name).metadata_props} for name in ("one.onnx", "two.onnx")]
+    assert notes[0] == notes[1]  # the digest of the graph among them
+    assert path.stat().st_size < one.bytes - 2 * 48 * 64 + 2000  # without the codes
+    assert fq.verify(model, path, [x]).ok
+    codes = bytearray(data.read_bytes())
+    codes[10] ^= 1
+    data.write_bytes(codes)
+    with pytest.raises(ValueError, match="_codes is different in the file"):
+        fq.verify(model, path, [x])
+
+
+def test_a_failed_export_leaves_both_files_as_they_were(tmp_path, monkeypatch):
+    x = randn(4, 48)
+    model = ready(nn.Sequential(nn.Linear(48, 64)), x)
+    fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with torch.no_grad():
+        model[0].weight.neg_()
+
+    def fails(*args):
+        raise ValueError("refused")
+
+    monkeypatch.setattr("fakequant._export.onnx.trial_run.require_runs", fails)
+    with pytest.raises(ValueError, match="refused"):
+        fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -5,7 +5,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant import _runtimes
 from fakequant._convert.convert_layer import make_integer
@@ -76,12 +76,27 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     >>> convert(model)[0].weight_codes.dtype
     torch.int8
     """
+    golden = converted_view(model, target=target, strict=strict)
+    own: dict[Tensor, nn.Parameter] = {}  # a tied parameter stays one
+    for module in golden.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                module._parameters[name] = own.setdefault(value, _fixed(value.detach().clone()))
+    return golden
+
+
+def converted_view(model: nn.Module, *, target: str | None = None, strict: bool = False) -> nn.Module:
+    """Returns what `convert` returns, but floats that stay floats share their memory with the model.
+
+    For exporters and for `verify`, which change neither model: weights that become codes are never copied as floats.
+    """
     made = preparation(model)
     require_merged(model)
     goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
     _refuse_ggml_types(model, goal)
-    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    shared: dict[int, Any] = {id(p): _fixed(p.detach()) for p in model.parameters() if type(p) is nn.Parameter}
+    copied = copy.deepcopy(model, shared).eval().requires_grad_(False)
     forget_preparation(copied)
     notes = _leave_in_float(copied, strict=strict)
     pairs = {layer: norm for layer, norm in made.norms.items() if can_fold(copied, layer, norm)}
@@ -99,6 +114,10 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
+
+
+def _fixed(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
 
 
 def conversion(model: nn.Module) -> Conversion:
@@ -156,7 +175,7 @@ def _leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
             f"Some tensors are not quantized in the converted model, just as in the prepared model:\n{shown}\n"
             f"{_ADVICE}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return notes
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._convert.convert import conversion, convert, find_conversion
+from fakequant._convert.convert import conversion, converted_view, find_conversion
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._export.failures import reason_of
@@ -43,9 +43,12 @@ def require_suffix(path: str | os.PathLike[str], exporter: str) -> None:
 
 
 def converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
-    """Returns the golden model of a prepared model, or a copy of a model that was converted for the target."""
+    """Returns the golden model of a prepared model, or a copy of a model that was converted for the target.
+
+    Its floats may share their memory with the model.
+    """
     if find_conversion(model) is None:
-        golden = convert(model, target=target, strict=strict)
+        golden = converted_view(model, target=target, strict=strict)
     elif target is None or target == conversion(model).target:
         golden = copy.deepcopy(model)
     else:

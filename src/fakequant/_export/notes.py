@@ -1,8 +1,9 @@
 """Notes in exported files: what a file was made for, and hashes that show later changes."""
 
 import hashlib
+import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -44,10 +45,22 @@ def parse_call(name: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (name, 0)
 
 
-def digest_of_graph(model: "onnx.ModelProto") -> str:
-    """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets."""
+def array_of(tensor: "onnx.TensorProto", folder: str | os.PathLike[str]) -> "np.ndarray[Any, Any]":
+    """Returns the values of a tensor of an ONNX file in a folder. They may be in another file there."""
     import onnx
 
+    if onnx.external_data_helper.uses_external_data(tensor):  # onnx would keep what it reads in the tensor
+        read = onnx.TensorProto()
+        read.CopyFrom(tensor)
+        tensor = read
+    return np.asarray(onnx.numpy_helper.to_array(tensor, str(folder)))
+
+
+def digest_of_graph(model: "onnx.ModelProto", folder: str | os.PathLike[str] = ".") -> str:
+    """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets.
+
+    It does not depend on whether tensors are in a second file in the folder.
+    """
     seen = hashlib.sha256()
     graph = model.graph
     for opset in model.opset_import:
@@ -56,10 +69,8 @@ def digest_of_graph(model: "onnx.ModelProto") -> str:
         for value in values:
             _add(seen, kind, value.name, value.type.SerializeToString(deterministic=True))
     for tensor in sorted(graph.initializer, key=lambda t: t.name):
-        array = onnx.numpy_helper.to_array(tensor)
-        _add(
-            seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), np.ascontiguousarray(array).tobytes()
-        )
+        array = array_of(tensor, folder)
+        _add(seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), _bytes_of(array))
     for node in graph.node:
         _add(seen, "node", node.domain, node.op_type, *node.input, "to", *node.output)
         for attribute in sorted(node.attribute, key=lambda a: a.name):
@@ -79,12 +90,17 @@ def digest_of_parameters(golden: nn.Module) -> str:
         for name, value in own.items():
             if value is not None and name != "num_batches_tracked":
                 array = value.detach().cpu().contiguous().numpy()
-                _add(seen, path, name, str(array.dtype), str(array.shape), array.tobytes())
+                _add(seen, path, name, str(array.dtype), str(array.shape), _bytes_of(array))
     return seen.hexdigest()
 
 
-def _add(seen: "hashlib._Hash", *parts: str | bytes) -> None:
+def _bytes_of(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Returns the bytes of an array, without a copy if it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _add(seen: "hashlib._Hash", *parts: "str | bytes | np.ndarray[Any, Any]") -> None:
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data: Any = part.encode() if isinstance(part, str) else part
         seen.update(len(data).to_bytes(8, "little"))
         seen.update(data)

@@ -6,8 +6,11 @@ It reads what `export_onnx` wrote: the metadata of a file, its tensors, and whic
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from fakequant._export.notes import (
     QUANTIZER,
     TARGET,
     TENSORS,
+    array_of,
     digest_of_graph,
     parse_call,
 )
@@ -54,7 +58,10 @@ class OnnxSession(Session):
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         super().__init__(path, threads)
-        self.model = _load(path)
+        self.model = load(path)
+        # Where tensors are that are not in the file itself.
+        self.folder = Path(path).absolute().parent
+        self.has_external_data = any(tensor.external_data for tensor in self.model.graph.initializer)
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
         # By the same name: the number of the call of each of these quantizers.
@@ -79,7 +86,7 @@ class OnnxSession(Session):
             self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = _noted(self.model, TARGET), _noted(self.model, PARAMETERS)
         self.missing = sorted(set(json.loads(_noted(self.model, TENSORS) or "[]")) - set(self.constants))
-        self.is_as_written = _noted(self.model, GRAPH) == digest_of_graph(self.model)
+        self.is_as_written = _noted(self.model, GRAPH) == digest_of_graph(self.model, self.folder)
         self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
 
     @classmethod
@@ -87,7 +94,7 @@ class OnnxSession(Session):
         """Returns True for an ONNX file whose target is for this runtime. A file may name no target."""
         if not starts_with(path, _FIRST_BYTE):
             return False
-        target = TARGETS.get(_noted(_load(path), TARGET) or "", TARGETS["generic"])
+        target = TARGETS.get(_noted(load(path), TARGET) or "", TARGETS["generic"])
         return target.runtime.key == cls.key
 
     def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
@@ -102,7 +109,7 @@ class OnnxSession(Session):
     def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""
         found = self.constants.get(name)
-        return None if found is None else np.asarray(require("onnx", "onnx").numpy_helper.to_array(found))
+        return None if found is None else array_of(found, self.folder)
 
     def _gathered(self, name: str, here: Tensor) -> Array | None:
         """Returns a tensor of an embedding with 4-bit codes. None if the file does not store it in bytes.
@@ -150,6 +157,20 @@ class OnnxSession(Session):
         written: bytes = model.SerializeToString()
         return written
 
+    @contextmanager
+    def watching_file(self, codes: Iterable[str]) -> Iterator[Path]:
+        """Yields the path of a temporary file with codes as additional outputs. A second file is next to it."""
+        others = {p.value for t in self.constants.values() for p in t.external_data if p.key == "location"}
+        with TemporaryDirectory() as folder:
+            for name in others:  # OpenVINO refuses symbolic links
+                try:
+                    os.link(self.folder / name, Path(folder) / name)
+                except OSError:  # another disk, or no hard links
+                    shutil.copyfile(self.folder / name, Path(folder) / name)
+            path = Path(folder) / "model.onnx"
+            path.write_bytes(self.watching(codes))
+            yield path
+
     def collected(self, watched: Sequence[Array], results: Sequence[Array], values: dict[str, Array]) -> Run:
         """Returns a run. `values` has the watched values by name."""
         run = Run(list(watched), list(results), {}, {})
@@ -179,7 +200,7 @@ class OnnxSession(Session):
 
     def write_float(self, model: nn.Module, args: Args, kwargs: Kwargs, folder: Path) -> Path:
         """Writes a float model with the opset and the dynamic axes of this file, if torch can export them."""
-        onnx, ir = require("onnx", "onnx"), require("onnx_ir", "onnxscript")
+        ir = require("onnx_ir", "onnxscript")
         opset = max(self.opset, TORCHS_LOWEST)
         axes = self.dynamic_axes()
         by_position = tuple(of for name, of in axes.items() if name not in kwargs)
@@ -191,7 +212,7 @@ class OnnxSession(Session):
                 if shapes is None:
                     raise
                 program = torch_export(model, args, kwargs, opset, None)
-        onnx.save(ir.serde.serialize_model(program), folder / "float.onnx")
+        ir.save(program, folder / "float.onnx", external_data="float.data" if self.has_external_data else None)
         return folder / "float.onnx"
 
     def feed(self, args: Args, kwargs: Kwargs) -> dict[str, Array]:
@@ -231,12 +252,13 @@ class OnnxSession(Session):
         return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
 
 
-def _load(path: str | os.PathLike[str]) -> "onnx.ModelProto":
-    load: Callable[..., onnx.ModelProto] = require("onnx", "onnx").load
+def load(path: str | os.PathLike[str]) -> "onnx.ModelProto":
+    """Reads an ONNX file, without tensors that are in a second one."""
     try:
-        return load(path)
+        model: onnx.ModelProto = require("onnx", "onnx").load(path, load_external_data=False)
     except Exception as error:
         raise ValueError(f"{path} is not an ONNX model: {error}\n{_ADVICE}") from error
+    return model
 
 
 def _noted(model: "onnx.ModelProto", key: str) -> str | None:

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +49,10 @@ if TYPE_CHECKING:
 LOWEST, HIGHEST = 13, 25
 # The lowest opset that torch's exporter writes.
 TORCHS_LOWEST = 18
+# Tensors that are larger together are in a second file: protobuf cannot write a file of 2 GiB.
+_LARGEST_FILE = 2_000_000_000
+# Tensors with fewer bytes are always in the first file, because onnx needs shapes and axes to check it.
+_SMALL = 1024
 
 
 def export_onnx(
@@ -61,6 +67,7 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     strict: bool = False,
+    external_data: bool | None = None,
 ) -> OnnxExport:
     """Writes a prepared or converted model to an ONNX file. The model is not changed.
 
@@ -91,6 +98,8 @@ def export_onnx(
             the results, joined by dots: `logits`, `states.0`; `output` for a tensor, and `output_0`, `output_1` and so
             on for a tuple. Only tensors are outputs. Caches of transformers are left out too.
         strict: As in `convert`. Ignored if the model is converted already.
+        external_data: Whether large tensors are in a second file, `path` with ".data" at the end, which must stay in
+            the same folder. None for only if they do not fit into one file, which holds 2 GB.
 
     Returns:
         What was written: inputs, outputs, and the layers that can be computed in integers. Print it.
@@ -110,7 +119,7 @@ def export_onnx(
         raise ValueError(f"`opset` must be a number from {LOWEST} to {HIGHEST}, got {opset!r}.")
     require_suffix(path, "export_onnx")
     onnx = require("onnx", "onnx")
-    ir = require("onnx_ir", "onnxscript")
+    require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
     from fakequant._export.onnx import trial_run
 
@@ -142,14 +151,21 @@ def export_onnx(
         program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, program.graph.initializers)))
         program.metadata_props[notes.TARGET] = goal.name
         program.metadata_props[notes.PARAMETERS] = notes.digest_of_parameters(golden)
-        written = ir.serde.serialize_model(program)
-        onnx.helper.set_model_props(written, {**program.metadata_props, notes.GRAPH: notes.digest_of_graph(written)})
-        onnx.save(written, unfinished)
-        onnx.checker.check_model(str(unfinished), full_check=True)
-        trial_run.require_runs(unfinished, goal, (args, kwargs), results, modules)
-        size = unfinished.stat().st_size
+        size = sum(value.const_value.nbytes for value in program.graph.initializers.values() if value.const_value)
+        with TemporaryDirectory(dir=unfinished.parent, prefix=f"{unfinished.name}.") as folder:
+            files = [Path(folder) / Path(path).name]
+            if size > _LARGEST_FILE if external_data is None else external_data:
+                files.append(Path(folder) / f"{Path(path).name}.data")
+            _write(program, *files)
+            onnx.checker.check_model(str(files[0]), full_check=True)
+            trial_run.require_runs(files[0], goal, (args, kwargs), results, modules)
+            size = sum(file.stat().st_size for file in files)
+            for file in files[1:]:
+                file.replace(unfinished.parent / file.name)
+            files[0].replace(unfinished)
     return OnnxExport(
         path=str(path),
+        external_data=f"{path}.data" if len(files) > 1 else None,
         target=goal.name,
         opset=opset,
         bytes=size,
@@ -158,6 +174,17 @@ def export_onnx(
         integers=integers,
         floats=floats,
     )
+
+
+def _write(program: "Model", path: Path, data: Path | None = None) -> None:
+    """Writes a program to a file, and its large tensors to a second one if there is a path for it."""
+    onnx, ir = require("onnx", "onnx"), require("onnx_ir", "onnxscript")
+    if data is not None:
+        ir.external_data.unload_from_model(program, data.parent, data.name, size_threshold_bytes=_SMALL)
+    written = ir.serde.serialize_model(program)
+    digest = notes.digest_of_graph(written, path.parent)
+    onnx.helper.set_model_props(written, {**program.metadata_props, notes.GRAPH: digest})
+    path.write_bytes(written.SerializeToString())
 
 
 def _shapes(values: "Sequence[Value]") -> dict[str, tuple[int | str, ...]]:

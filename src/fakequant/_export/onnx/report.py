@@ -20,9 +20,10 @@ class OnnxExport:
 
     Attributes:
         path: The file.
+        external_data: The second file, with the large tensors. None if they are in the first.
         target: The target that it was written for.
         opset: Its opset.
-        bytes: Its size.
+        bytes: Its size, with the second file.
         inputs: The shapes of its inputs, by name. An axis that may have any length has a name.
         outputs: The same for its outputs.
         integers: The layers whose codes allow integer kernels. `verify` finds out which ones the runtime uses.
@@ -30,6 +31,7 @@ class OnnxExport:
     """
 
     path: str
+    external_data: str | None
     target: str
     opset: int
     bytes: int
@@ -39,7 +41,8 @@ class OnnxExport:
     floats: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{Path(self.path).name}: {self.bytes:,} bytes, target {self.target}, opset {self.opset}"]
+        names = " and ".join(Path(file).name for file in (self.path, self.external_data) if file is not None)
+        lines = [f"{names}: {self.bytes:,} bytes, target {self.target}, opset {self.opset}"]
         for word, shapes in (("inputs", self.inputs), ("outputs", self.outputs)):
             named = (f"{name} of shape {' x '.join(map(str, shape)) or '()'}" for name, shape in shapes.items())
             lines.append(f"{word}: {', '.join(named)}")

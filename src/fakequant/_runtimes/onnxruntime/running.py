@@ -1,6 +1,7 @@
 """Loads and runs ONNX files with ONNX Runtime."""
 
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +24,18 @@ def run_once(path: str | os.PathLike[str], feed: dict[str, npt.NDArray[Any]]) ->
     return found
 
 
-def options(ort: ModuleType, threads: int, level: int | None = EXACT_LEVEL) -> Any:
-    """Returns the options of a session with all optimizations, and with an accuracy level. None for the default."""
+def options(ort: ModuleType, threads: int, level: int | None = EXACT_LEVEL, folder: Path | None = None) -> Any:
+    """Returns the options of a session with all optimizations.
+
+    Args:
+        ort: ONNX Runtime.
+        threads: The number of threads.
+        level: The accuracy level. None for the default.
+        folder: Where a second file of a model that is given as bytes is.
+    """
     settings = ort.SessionOptions()
+    if folder is not None:
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if level is not None:
         settings.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(level))
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -4,11 +4,10 @@ import os
 import tempfile
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fakequant._model.running import Args, Kwargs
-from fakequant._runtimes.onnx_session import OnnxSession, layers_of_weights, readers_of, weight_node
+from fakequant._runtimes.onnx_session import OnnxSession, layers_of_weights, load, readers_of, weight_node
 from fakequant._runtimes.onnxruntime.running import EXACT_LEVEL, PROVIDERS, options
 from fakequant._runtimes.onnxruntime.target import RUNTIME
 from fakequant._runtimes.session import Array, Run
@@ -42,7 +41,7 @@ class OnnxRuntimeSession(OnnxSession):
         self.ort = require("onnxruntime", "onnxruntime")
         super().__init__(path, threads)
         try:
-            optimized = _optimized(self.model, self.ort, threads)
+            optimized = self._optimized()
         except Exception as error:  # of classes without a common base
             raise self.cannot_load(error) from error
         nodes = _layer_nodes(self.model, optimized)
@@ -57,7 +56,9 @@ class OnnxRuntimeSession(OnnxSession):
 
     @cached_property
     def session(self) -> Any:
-        """The session that also outputs codes."""
+        """The session that also outputs codes. If there are none, it is the plain one."""
+        if not self.codes:
+            return self.plain
         return self._session(self.watching(self.codes), EXACT_LEVEL)
 
     @cached_property
@@ -71,7 +72,21 @@ class OnnxRuntimeSession(OnnxSession):
         return self._session(self.model.SerializeToString(), None) if self.rounded else None
 
     def _session(self, written: bytes, level: int | None) -> Any:
-        return self.ort.InferenceSession(written, options(self.ort, self.threads, level), providers=PROVIDERS)
+        settings = options(self.ort, self.threads, level, self.folder)
+        return self.ort.InferenceSession(written, settings, providers=PROVIDERS)
+
+    def _optimized(self) -> "onnx.GraphProto":
+        """Returns the graph that a session with the default accuracy level runs, after all optimizations."""
+        with tempfile.TemporaryDirectory() as folder:
+            settings = options(self.ort, self.threads, None, self.folder)
+            settings.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+            if self.has_external_data:  # they would not fit into one file
+                settings.add_session_config_entry(
+                    "session.optimized_model_external_initializers_file_name", "optimized.data"
+                )
+            self.ort.InferenceSession(self.model.SerializeToString(), settings, providers=PROVIDERS)
+            graph: onnx.GraphProto = load(settings.optimized_model_filepath).graph
+            return graph
 
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
@@ -102,16 +117,6 @@ class OnnxRuntimeSession(OnnxSession):
         except Exception as error:  # of classes without a common base
             raise self.cannot_run(feed, error) from error
         return found
-
-
-def _optimized(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> "onnx.GraphProto":
-    """Returns the graph that a session with the default accuracy level runs, after all optimizations."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = options(ort, threads, level=None)
-        settings.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        ort.InferenceSession(model.SerializeToString(), settings, providers=PROVIDERS)
-        graph: onnx.GraphProto = require("onnx", "onnx").load(settings.optimized_model_filepath).graph
-        return graph
 
 
 def _layer_nodes(model: "onnx.ModelProto", graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto | None]":

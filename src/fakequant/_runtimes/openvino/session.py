@@ -144,8 +144,8 @@ class OpenVinoSession(OnnxSession):
 
     def _compiled(self, codes: Iterable[str], settings: dict[str, Any] | None = None) -> Any:
         try:
-            model = self.core.read_model(self.watching(codes), b"")
-            return self.core.compile_model(model, "CPU", settings or self.settings)
+            with self.watching_file(codes) as path:
+                return self.core.compile_model(self.core.read_model(path), "CPU", settings or self.settings)
         except Exception as error:  # of classes without a common base
             raise self.cannot_load(error) from error
 
