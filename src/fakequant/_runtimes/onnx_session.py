@@ -162,7 +162,7 @@ class OnnxSession(Session):
         """Yields the path of a temporary file with codes as additional outputs. A second file is next to it."""
         others = {p.value for t in self.constants.values() for p in t.external_data if p.key == "location"}
         with TemporaryDirectory() as folder:
-            for name in others:  # OpenVINO refuses symbolic links
+            for name in others:  # some runtimes refuse symbolic links
                 try:
                     os.link(self.folder / name, Path(folder) / name)
                 except OSError:  # another disk, or no hard links
