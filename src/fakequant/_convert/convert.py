@@ -88,13 +88,14 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
 def converted_view(model: nn.Module, *, target: str | None = None, strict: bool = False) -> nn.Module:
     """Returns what `convert` returns, but floats that stay floats share their memory with the model.
 
-    For exporters and for `verify`, which change neither model: weights that become codes are never copied as floats.
+    For exporters, which change neither model. Weights that become codes are never copied as floats.
     """
     made = preparation(model)
     require_merged(model)
     goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
     _refuse_ggml_types(model, goal)
+    versions = [p._version for p in model.parameters()]
     shared: dict[int, Any] = {id(p): _fixed(p.detach()) for p in model.parameters() if type(p) is nn.Parameter}
     copied = copy.deepcopy(model, shared).eval().requires_grad_(False)
     forget_preparation(copied)
@@ -113,6 +114,7 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     notes += [f"{path}: {WIDENED}" for path, layer in layers if layer._fakequant.is_widened]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
+    assert versions == [p._version for p in model.parameters()], "the conversion has written to the model"
     return copied
 
 

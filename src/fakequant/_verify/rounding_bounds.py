@@ -11,9 +11,11 @@ larger than those between repetitions. Elements that are selected, masked or fil
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +76,7 @@ class Perturbed(TorchDispatchMode):
     def __init__(self, seed: int, amplitude: float = _AMPLITUDE) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._amplitude = amplitude
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = np.random.default_rng(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,19 +105,28 @@ class Perturbed(TorchDispatchMode):
     def _moved(self, packet: Any, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], y: Tensor) -> Tensor:
         if not y.is_floating_point() or y.numel() == 0:
             return y
-        magnitude = y.abs()
         if packet in _SUMS:
             magnitude = _first(func(*_magnitudes(args), **_magnitudes(kwargs))).abs()
         elif packet in _ADDITIONS:
             numbers = [x for x in (*inputs, *args[:2]) if isinstance(x, (Tensor, int, float))]
-            magnitude = torch.stack([torch.as_tensor(x).abs().to(y.dtype).expand_as(y) for x in numbers]).amax(0)
+            sizes = [torch.as_tensor(x).abs().to(y.dtype) for x in numbers]
+            magnitude = reduce(torch.maximum, sizes).expand_as(y)
         elif packet in _STEPS:
-            magnitude = torch.maximum(magnitude, inputs[0].abs().clamp(max=_STEP_SIZE))
+            magnitude = torch.maximum(y.abs(), inputs[0].abs().clamp(max=_STEP_SIZE))
         elif packet in _NORMS:
-            magnitude = magnitude + _norm_magnitude(packet, args, y)
-        signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y.dtype) * 2 - 1
-        moved = y + signs * (self._amplitude * _UNIT) * magnitude
+            magnitude = y.abs() + _norm_magnitude(packet, args, y)
+        else:
+            magnitude = y.abs()
+        moved = torch.addcmul(y, self._signs(y), magnitude.to(y.dtype), value=self._amplitude * _UNIT)
+        if bool(moved.sum().isfinite()):  # all elements are
+            return moved
         return torch.where(moved.isfinite() & y.isfinite(), moved, y)
+
+    def _signs(self, y: Tensor) -> Tensor:
+        """Returns +1 or -1 for each element of `y`, at random."""
+        random = np.frombuffer(self._generator.bytes(-(-y.numel() // 8)), np.uint8)
+        bits = torch.from_numpy(np.unpackbits(random, count=y.numel()).view(np.int8))
+        return bits.reshape(y.shape).to(y.dtype).mul_(2).sub_(1)
 
 
 def _norm_magnitude(packet: Any, args: Any, y: Tensor) -> Tensor:
