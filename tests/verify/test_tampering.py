@@ -178,7 +178,7 @@ def of_golden(golden):
 def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypatch, record_property):
     """Tries each change once without comparing the file's parameters and once without checking the conversion."""
     model, file, x = exported(name)
-    original, number, missed = opening.convert, 0, []
+    original, number, missed = opening.converted_view, 0, []
     changes = [what for what, *_ in of_golden(original(model, target=X86))]
     for what in changes if ALL else changes[:: max(1, len(changes) // MOST)]:
 
@@ -188,7 +188,7 @@ def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypa
             module._buffers[tensor] = changed
             return golden
 
-        monkeypatch.setattr(opening, "convert", converted)
+        monkeypatch.setattr(opening, "converted_view", converted)
         without_parameters = onnx.ModelProto()
         without_parameters.CopyFrom(file)
         kept = [p for p in file.metadata_props if p.key != notes.PARAMETERS]
@@ -197,7 +197,7 @@ def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypa
         monkeypatch.setattr(opening, "require_same_parameters", lambda *args: None)
         missed += [what] if trials.says_ok(model, without_parameters, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()
-        monkeypatch.setattr(opening, "convert", converted)
+        monkeypatch.setattr(opening, "converted_view", converted)
         monkeypatch.setattr(opening, "require_converted", lambda *args: None)
         missed += [what] if trials.says_ok(model, file, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()

@@ -88,7 +88,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
 def converted_view(model: nn.Module, *, target: str | None = None, strict: bool = False) -> nn.Module:
     """Returns what `convert` returns, but floats that stay floats share their memory with the model.
 
-    For exporters, which change neither model. Weights that become codes are never copied as floats.
+    For exporters and `verify`, which change neither model. Weights that become codes are never copied as floats.
     """
     made = preparation(model)
     require_merged(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
-from fakequant._convert.convert import conversion, convert
+from fakequant._convert.convert import conversion, converted_view
 from fakequant._export.notes import digest_of_parameters
 from fakequant._model.running import evaluating
 from fakequant._prepare.attach import link_norms, preparation
@@ -42,7 +42,7 @@ def open_file_of(
         )
     link_norms(model)
     file = open_file(path, session.key, threads)
-    golden = convert(model, target=file.target)
+    golden = converted_view(model, target=file.target)
     folded = set(conversion(golden).folded)
     norms = {layer: norm for layer, norm in preparation(model).norms.items() if norm in folded}
     with evaluating(model):
