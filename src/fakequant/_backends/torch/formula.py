@@ -409,3 +409,20 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
     )
     y, mask = fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), options.mask_kind)
     return Observed(y, mask, scale, zero_point, counts.sum())
+
+
+def observe_into(
+    x: Tensor,
+    running_min: Tensor,
+    running_max: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    nonfinite: Tensor,
+    options: ObserverOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Does the same and overwrites scale and zero point. Adds the number of non-finite values to `nonfinite`."""
+    found = observe_fake_quantize(x, running_min, running_max, options)
+    scale.copy_(found.scale)
+    zero_point.copy_(found.zero_point)
+    nonfinite.add_(found.nonfinite)
+    return found.y, found.mask

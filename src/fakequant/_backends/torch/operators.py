@@ -1,6 +1,6 @@
 """`torch.ops.fakequant`: the operators that compilers, transforms and other devices use.
 
-Every operator has a schema, a CPU kernel, a formula for all other devices, a shape rule for fake and meta tensors, a
+Every operator has a schema, a CPU kernel, kernels for GPUs (`gpu_kernels`), a formula for all other devices, a shape rule for fake and meta tensors, a
 `vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry per block, see `tensor_blocks`.
 Autocast does not change the dtype of their arguments: the kernels compute in float32 anyway, and a scale must not be
 rounded.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.torch import formula, gradients, inductor, routes, tensor_kernels, vmap_rules
+from fakequant._backends.torch import formula, gpu_kernels, gradients, inductor, routes, tensor_kernels, vmap_rules
 from fakequant._backends.torch.gradients import levels_of
 from fakequant._backends.torch.routes import Kernels, ThreeTensors, ops, with_grid
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, zero_dtype
@@ -90,6 +90,10 @@ def _implementations(run: Kernels) -> dict[str, Operator]:
 
 for _name, _function in _implementations(tensor_kernels).items():
     _LIBRARY.impl(_name, _function, "CPU")
+# By name. torch calls AMD's GPUs CUDA too.
+ON_GPU = _implementations(gpu_kernels)
+for _name, _function in ON_GPU.items():
+    _LIBRARY.impl(_name, _function, "CUDA")
 for _name, _function in _implementations(formula).items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     for _key in ("AutocastCPU", "AutocastCUDA"):
