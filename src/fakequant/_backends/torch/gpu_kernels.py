@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fakequant._backends import import_whole
 from fakequant._backends.blocks import KernelShape
-from fakequant._backends.torch import formula
+from fakequant._backends.torch import formula, routes
 from fakequant._backends.torch.tensor_blocks import Placement, place
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, Order
 from fakequant._kernels import SIGNED_RULES, is_ggml
 from fakequant.formats import SUPER_BLOCKS
 
 if TYPE_CHECKING:
-    from fakequant._backends.torch.routes import Kernels
+    from fakequant._backends.torch.triton import kernels
 
 # Their elements are computed in float32.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,11 +98,13 @@ def fits_rows(shape: KernelShape, is_packed: bool) -> bool:
     return not is_packed or inner % 8 == 0 or batch * blocks == 1
 
 
-def _kernels(supported: bool) -> "Kernels":
-    if not supported:
-        return cast("Kernels", formula)
+def _triton() -> "kernels":
     import_whole("_backends.torch.triton.kernels")
-    return cast("Kernels", importlib.import_module("fakequant._backends.torch.triton.kernels"))
+    return importlib.import_module("fakequant._backends.torch.triton.kernels")
+
+
+def _kernels(supported: bool) -> routes.Kernels:
+    return cast("routes.Kernels", _triton() if supported else formula)
 
 
 # --- the functions of `formula` -------------------------------------------------------------------
@@ -170,6 +172,8 @@ def observe_into(
     nonfinite: Tensor,
     options: ObserverOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `formula.observe_into`."""
-    run = _kernels(supports_observing(x, running_min, options))
-    return run.observe_into(x, running_min, running_max, scale, zero_point, nonfinite, options)
+    """See `routes.observe_into`, which does it in several steps."""
+    state = running_min, running_max, scale, zero_point, nonfinite
+    if not supports_observing(x, running_min, options):
+        return routes.observe_into(cast("routes.Kernels", formula), x, *state, options)
+    return _triton().observe_into(x, *state, options)
