@@ -250,7 +250,17 @@ CASES = {
     },
     "observe_into": {
         "clipped": (X, *buffers(), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
-        "channel": (channels_last(2, 3, 4, 5), *buffers(1, 3, 1, 1), *CHANNEL, True, "any", "min_max", 0.01, 1e-7, False),
+        "channel": (
+            channels_last(2, 3, 4, 5),
+            *buffers(1, 3, 1, 1),
+            *CHANNEL,
+            True,
+            "any",
+            "min_max",
+            0.01,
+            1e-7,
+            False,
+        ),
     },
 }
 

@@ -107,9 +107,12 @@ def quantize_with_own_range(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) 
 def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
     """Computes the range in new tensors, not in the buffers: several threads may evaluate one model."""
     blocks = quantizer._check_blocks(x)
-    lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+    if torch.compiler.is_compiling() or is_memory(x) or x.numel() == 0:
+        lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+        hi = -lo
+    else:  # nothing is launched for what is not read
+        lo, hi = torch.empty((2, *blocks), dtype=torch.float32, device=x.device)
     scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=zero_dtype(scale_rule_name(quantizer.spec)))
-    hi = -lo
     y = observe_and_quantize(quantizer, x, lo, hi, scale, zero_point)
     if quantizer._blocks is not None:
         buffers = (quantizer.running_min, quantizer.running_max, quantizer.scale, quantizer.zero_point)

@@ -70,7 +70,9 @@ def _placement(x: Tensor, blocks: tuple[int, ...]) -> Placement:
 
 def supports_ranges(x: Tensor, blocks: tuple[int, ...]) -> bool:
     """Returns True if the kernels find the ranges of these blocks: not of blocks that are cut along several axes."""
-    return is_simple(x) and (_placement(x, blocks).expand is None or place(tuple(x.shape), _c_order(x), blocks).expand is None)
+    return is_simple(x) and (
+        _placement(x, blocks).expand is None or place(tuple(x.shape), _c_order(x), blocks).expand is None
+    )
 
 
 def _c_order(x: Tensor) -> tuple[int, ...]:

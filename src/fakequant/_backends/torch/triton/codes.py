@@ -19,7 +19,15 @@ from fakequant._backends.torch.triton.rounding import (
     value_of,
     value_scale,
 )
-from fakequant._backends.torch.triton.tiles import first_row, is_last_program, last_row, load_scales, packed, placed, rows_of
+from fakequant._backends.torch.triton.tiles import (
+    first_row,
+    is_last_program,
+    last_row,
+    load_scales,
+    packed,
+    placed,
+    rows_of,
+)
 from fakequant.formats import FLOAT_FORMATS
 
 

@@ -19,7 +19,15 @@ from fakequant._backends.torch.triton.rounding import (
     value_of,
     value_scale,
 )
-from fakequant._backends.torch.triton.tiles import first_row, is_last_program, last_row, load_scales, packed, placed, rows_of
+from fakequant._backends.torch.triton.tiles import (
+    first_row,
+    is_last_program,
+    last_row,
+    load_scales,
+    packed,
+    placed,
+    rows_of,
+)
 
 # The names of the forms of masks in kernels.
 MASKS = {_kernels.MASK_NONE: "none", _kernels.MASK_PACKED: "packed", _kernels.MASK_BYTES: "bytes"}
@@ -69,9 +77,7 @@ def rows_with_scales(
     scale, zero = load_scales(
         scale_ptr, zero_ptr, row, valid, whole, row_size, blocks, inner, HAS_ZERO, SCALES, BATCHES
     )  # fmt: skip
-    quantize_rows(
-        x_ptr, y_ptr, mask_ptr, row, valid, whole, scale, zero, lo, hi, smallest_normal, spacing, RULE, MASK
-    )
+    quantize_rows(x_ptr, y_ptr, mask_ptr, row, valid, whole, scale, zero, lo, hi, smallest_normal, spacing, RULE, MASK)
 
 
 @triton.jit

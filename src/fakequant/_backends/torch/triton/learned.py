@@ -24,6 +24,9 @@ from fakequant._backends.torch.triton.rounding import (
 )
 from fakequant._backends.torch.triton.tiles import blocks_of_program, element_offsets, parts_of, placed
 
+# How many elements a program holds. Terms need many registers.
+_ELEMENTS = 2048
+
 
 @triton.jit
 def own_terms(dy, x, scale, zero, factor, lo, hi, smallest_normal, spacing, RULE: tl.constexpr):
@@ -113,7 +116,7 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
     dx = torch.empty_like(x)
     x, dy = dense(x, dx), dense(dy, dx)
     at = placed(x, grid)
-    parts = parts_of(at.shape)
+    parts = parts_of(at.shape, _ELEMENTS)
     count = at.scale.numel()
     # Sums of expanded blocks are added again below.
     dtype = grid.scale.dtype if count == grid.scale.numel() else torch.float64

@@ -1,9 +1,9 @@
 """Ranges of data, and fake quantization with the range of the data themselves, without reading anything back.
 
-    rows      blocks that are neighbours in memory and fit into a program are observed and quantized in one launch,
-              for which data are read once
-    tensor    with one scale, a launch reduces data to a range per program, and the next combines these and quantizes
-    other     with other blocks, a third launch is needed between the two, unless a program sees whole blocks
+rows      blocks that are neighbours in memory and fit into a program are observed and quantized in one launch,
+          for which data are read once
+tensor    with one scale, a launch reduces data to a range per program, and the next combines these and quantizes
+other     with other blocks, a third launch is needed between the two, unless a program sees whole blocks
 """
 
 from math import prod
@@ -54,7 +54,7 @@ from fakequant._backends.torch.triton.tiles import (
 )
 from fakequant._kernels import OFFSET_RULES, SIGNED_RULES, is_per_block
 
-# How many elements a program of `observe_rows_kernel` has, unless a block has more.
+# How many elements a program holds, unless a block has more.
 _ELEMENTS = 4096
 
 
@@ -210,7 +210,7 @@ class Ranges(NamedTuple):
 
 def _ranges(x: Tensor, shape: KernelShape, running: tuple[Tensor, Tensor] | None = None) -> tuple[Ranges, Tensor]:
     """Returns the ranges of all parts of dense data, and a copy of a running range of one block."""
-    parts = parts_of(shape)
+    parts = parts_of(shape, _ELEMENTS)
     blocks = shape[0] * shape[2]
     found = Ranges.empty(x, parts.parts, blocks)
     old = x.new_empty(2, dtype=torch.float32)
@@ -245,7 +245,7 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 
 def _join_columns(parts: int) -> int:
     """Returns how many blocks a program of `join_kernel` combines."""
-    return max(1, 1024 // triton.next_power_of_2(parts))
+    return max(1, 512 // triton.next_power_of_2(parts))
 
 
 # --- observing and quantizing ---------------------------------------------------------------------
@@ -457,7 +457,7 @@ def _choose_scales(
     rules: dict[str, Any],
 ) -> None:
     """Updates ranges and scales with dense data, in one launch if a program sees whole blocks, otherwise in two."""
-    parts = parts_of(shape)
+    parts = parts_of(shape, _ELEMENTS)
     count = state[0].numel()
     if parts.parts == 1:
         unused = state[2]

@@ -64,10 +64,17 @@ def rint(v):
 
 
 @triton.jit
+def floor(v):
+    """Rounds down to integers. Not `tl.floor`, which flushes subnormal numbers to zero on a GPU."""
+    nearest = rint(v)
+    return tl.where(nearest > v, nearest - 1.0, nearest)
+
+
+@triton.jit
 def round_half_away(v):
     """Rounds to integers, ties away from zero."""
     a = tl.abs(v)
-    whole = tl.floor(a)
+    whole = floor(a)
     return with_sign_of(tl.where(a - whole >= 0.5, whole + 1.0, whole), v)
 
 
@@ -174,9 +181,9 @@ def level_of(x, inverse, zero, hi, smallest_normal, spacing, RULE: tl.constexpr)
         # What does not fit into int64 becomes the lowest code, like NaN.
         return tl.where(tl.abs(level) < 9223372036854775808.0, level, float("nan"))
     elif RULE == "q4_0":
-        return tl.floor(steps_of(x, inverse, zero, RULE) + 8.5) - 8.0 + 0.0
+        return floor(steps_of(x, inverse, zero, RULE) + 8.5) - 8.0 + 0.0
     elif RULE == "q4_1":
-        return tl.floor(steps_of(x, inverse, zero, RULE) + 0.5) + 0.0
+        return floor(steps_of(x, inverse, zero, RULE) + 0.5) + 0.0
     elif RULE == "q8_0" or RULE == "tq2_0":
         return round_half_away(steps_of(x, inverse, zero, RULE)) + 0.0
     else:

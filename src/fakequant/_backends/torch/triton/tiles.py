@@ -142,9 +142,6 @@ def packed(values, BITS: tl.constexpr):
 # A program reduces all elements of some blocks, or a part of each. How many depends on the shape alone, and therefore the
 # order in which sums are taken.
 
-# Elements that a program loads at once.
-_TILE = 4096
-
 
 class Parts(NamedTuple):
     """How a kernel that reduces blocks is started."""
@@ -161,17 +158,16 @@ class Parts(NamedTuple):
         return self.programs[1]
 
 
-def parts_of(shape: KernelShape) -> Parts:
-    """Returns how a kernel reduces the blocks of data of this shape."""
+def parts_of(shape: KernelShape, tile: int) -> Parts:
+    """Returns how a kernel reduces the blocks of data of this shape. `tile` is how many elements it loads at once."""
     batch, outer, blocks, inner = shape
     if outer == 1:
         batch, blocks = 1, batch * blocks
     count = outer * inner
-    if inner < 16 and blocks > 1:  # neighbours in memory are in different blocks
-        columns = min(triton.next_power_of_2(blocks), 64)
-    else:
-        columns = max(1, min(_TILE // triton.next_power_of_2(count), triton.next_power_of_2(blocks)))
-    steps = min(triton.next_power_of_2(count), _TILE // columns)
+    fitting = tile // min(triton.next_power_of_2(count), tile)
+    # Where neighbours in memory are in different blocks, a program handles several, to load neighbours at once.
+    columns = min(max(fitting, 64 if inner < 16 else 1), triton.next_power_of_2(blocks))
+    steps = min(triton.next_power_of_2(count), tile // columns)
     tiles = batch * triton.cdiv(blocks, columns)
     parts = max(1, min(PROGRAMS // tiles, triton.cdiv(count, steps)))
     part = triton.cdiv(triton.cdiv(count, parts), steps) * steps
