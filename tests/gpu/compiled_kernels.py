@@ -1,6 +1,7 @@
-"""Compiles the kernels that calls would launch, for GPUs that are not here, and prints what is in their machine code as JSON.
+"""Compiles the kernels that calls would launch, for GPUs that are not here, and prints their code as JSON.
 
-Runs in a process of its own, because Triton's interpreter must be off: python compiled_kernels.py sm_80 sm_90 sm_100 gfx942
+Runs in a process of its own, because Triton's interpreter must be off: python compiled_kernels.py sm_80 sm_90 sm_100
+gfx942
 """
 
 import json
@@ -77,6 +78,16 @@ VARIANTS = {
     "q4_0": lambda: observing(X, 512, 32, numerics="q4_0", rule="q4_0", update="dynamic", bounds=(-8, 7)),
     "learned, torch": lambda: kernels.learned_backward(X, X, grid(numerics="torch_tensor"), 0.5),
     "learned, per row": lambda: kernels.learned_backward(HALF, HALF, grid(512, 1), 0.5),
+    "learned, one element": lambda: kernels.learned_backward(data(1), data(1), grid(), 0.5),
+    "observing, one element": lambda: observing(data(1)),
+    "observing, many odd rows": lambda: observing(data(999, 27), 999, 1, update="dynamic"),
+    "q4_0, short": lambda: observing(data(1, 32), 1, 1, numerics="q4_0", rule="q4_0", update="dynamic", bounds=(-8, 7)),
+    "codes of 2 bits": lambda: kernels.quantize_packed(X, grid(numerics="half_away", bounds=(1, 3)), 2),
+    "codes of e2m1": lambda: kernels.quantize_packed(X, grid(numerics="e2m1", zero=False, bounds=UINT4), 4),
+    "values of e2m1": lambda: kernels.dequantize_packed(
+        MASK, grid(numerics="e2m1", zero=False, bounds=UINT4), (1024, 128), 4, torch.bfloat16
+    ),
+    "values of int8": lambda: kernels.dequantize(X.to(torch.int8), grid(512, 1), torch.float32),
     "6-bit codes": lambda: kernels.quantize_packed(X, grid(numerics="e3m2", zero=False, bounds=(0, 63)), 6),
 }
 

@@ -1,6 +1,7 @@
-"""A stand-in for a GPU: tensors in CPU memory take the way of tensors on a GPU, and launches and host reads are counted.
+"""A stand-in for a GPU: CPU tensors take the way of tensors on a GPU, and launches and host reads are counted.
 
-Operators of fakequant run what is registered for CUDA, in Triton's interpreter. `make test-gpu` switches the interpreter on.
+Operators of fakequant run what is registered for CUDA, in Triton's interpreter. `make test-gpu` switches the
+interpreter on.
 """
 
 import contextlib
@@ -13,11 +14,11 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton's interpreter is off: run `make test-gpu`", allow_module_level=True)
 
-import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
-from fakequant._backends.torch import compiled_nodes, operators  # noqa: E402
+from fakequant._backends.torch import compiled_nodes, operators
 
 # What allocates memory or describes it, and starts no kernel.
 NO_KERNEL = {

@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter, have the bits of the CPU kernels on ties, edges and special values."""
+"""The Triton kernels have the bits of the CPU kernels on ties, edges and special values, in Triton's interpreter."""
 
 import itertools
 
@@ -8,13 +8,12 @@ import pytest
 import gpu_stand_in  # first: it skips without Triton
 from fakequant import QuantSpec, _kernels
 from fakequant._backends.torch import gpu_kernels, tensor_kernels
+from fakequant._backends.torch.triton import kernels
 from fakequant.formats import FLOAT_FORMATS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from thoroughness import ALL
 from torch_bridge import to_numpy, to_torch, torch
-
-from fakequant._backends.torch.triton import kernels  # noqa: E402, I001
 
 assert gpu_stand_in
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflow and NaN in the interpreter
@@ -221,8 +220,10 @@ def observed(x, blocks, *options, steps=2):
         assert_same(*states, "state", blocks, options, step)
 
 
-RULES = [("onnx", True, "any"), ("half_away", False, "float16"), ("torch_channel", False, "bfloat16"), ("e4m3fn", True, "any"),
-         ("torch_tensor", False, "any")]  # fmt: skip
+RULES = [
+    ("onnx", True, "any"), ("half_away", False, "float16"), ("torch_channel", False, "bfloat16"),
+    ("e4m3fn", True, "any"), ("torch_tensor", False, "any"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])

@@ -12,7 +12,7 @@ import importlib
 import sys
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from fakequant._backends.torch.tensor_blocks import Placement, place
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, Order
 from fakequant._kernels import SIGNED_RULES, is_ggml
 from fakequant.formats import SUPER_BLOCKS
-
-if TYPE_CHECKING:
-    from fakequant._backends.torch.triton import kernels
 
 # Their elements are computed in float32.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,8 +52,8 @@ def is_simple(values: Tensor, dtype: torch.dtype | None = None) -> bool:
 def supports(values: Tensor, grid: Grid, dtype: torch.dtype | None = None) -> bool:
     """Returns True if the kernels handle this grid.
 
-    They do not handle ranges beyond 2^22, and float zero points that are added before rounding, which functions of this library
-    never have on a GPU.
+    They do not handle ranges beyond 2^22, and float zero points that are added before rounding, which functions of
+    this library never have on a GPU.
     """
     z = grid.zero_point
     if isinstance(z, Tensor) and z.is_floating_point() and not is_ggml(grid.numerics):
@@ -82,8 +79,8 @@ def _c_order(x: Tensor) -> tuple[int, ...]:
 def supports_observing(x: Tensor, running_min: Tensor, options: ObserverOptions) -> bool:
     """Returns True if the kernels choose scales of these blocks by this rule.
 
-    They do not handle K-quants, blocks that are cut along several axes, and, where the sign of the largest magnitude or the
-    whole tensor matters, blocks that are not neighbours in memory.
+    They do not handle K-quants, blocks that are cut along several axes, and, where the sign of the largest magnitude
+    or the whole tensor matters, blocks that are not neighbours in memory.
     """
     if not is_simple(x) or max(-options.qmin, options.qmax) > _LARGEST_CODE or options.scale_rule in SUPER_BLOCKS:
         return False
@@ -100,7 +97,7 @@ def fits_rows(shape: KernelShape, is_packed: bool) -> bool:
     return not is_packed or inner % 8 == 0 or batch * blocks == 1
 
 
-def _triton() -> "kernels":
+def _triton() -> Any:
     import_whole("_backends.torch.triton.kernels")
     return importlib.import_module("fakequant._backends.torch.triton.kernels")
 
@@ -178,4 +175,5 @@ def observe_into(
     state = running_min, running_max, scale, zero_point, nonfinite
     if not supports_observing(x, running_min, options):
         return routes.observe_into(cast("routes.Kernels", formula), x, *state, options)
-    return _triton().observe_into(x, *state, options)
+    found: tuple[Tensor, Tensor | None] = _triton().observe_into(x, *state, options)
+    return found

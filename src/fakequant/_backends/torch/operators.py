@@ -1,9 +1,9 @@
 """`torch.ops.fakequant`: the operators that compilers, transforms and other devices use.
 
-Every operator has a schema, a CPU kernel, kernels for GPUs (`gpu_kernels`), a formula for all other devices, a shape rule for fake and meta tensors, a
-`vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry per block, see `tensor_blocks`.
-Autocast does not change the dtype of their arguments: the kernels compute in float32 anyway, and a scale must not be
-rounded.
+Every operator has a schema, a CPU kernel, kernels for GPUs (`gpu_kernels`), a formula for all other devices, a shape
+rule for fake and meta tensors, a `vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry
+per block, see `tensor_blocks`. Autocast does not change the dtype of their arguments: the kernels compute in float32
+anyway, and a scale must not be rounded.
 """
 
 from collections.abc import Callable

@@ -405,9 +405,10 @@ def observe_into(
     eps: float,
     gradient: Gradient,
 ) -> Tensor:
-    """Does the same with the buffers of a quantizer, which are changed in place: running_min, running_max, scale, zero_point.
+    """Does the same with the buffers of a quantizer, which are changed in place.
 
-    The number of non-finite values is added to `nonfinite`. Blocks must have one length.
+    `state` is the running minimum and maximum, scale and zero point. The number of non-finite values is added to
+    `nonfinite`. Blocks must have one length.
     """
     check_device(x, "running_min", state[0])
     blocks = block_shape(tuple(x.shape), spec)

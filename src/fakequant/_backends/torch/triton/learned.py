@@ -1,7 +1,7 @@
 """The gradients of learned scales and zero points, in one launch, or two if several programs share a block.
 
-Terms are computed in float32 and summed in float64, in an order that depends on the shape alone; csrc/learned_backward.cc has
-the formulas.
+Terms are computed in float32 and summed in float64, in an order that depends on the shape alone;
+csrc/learned_backward.cc has the formulas.
 """
 
 import torch
@@ -120,7 +120,7 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
     count = at.scale.numel()
     # Sums of expanded blocks are added again below.
     dtype = grid.scale.dtype if count == grid.scale.numel() else torch.float64
-    sums = x.new_empty((2, count), dtype=dtype)
+    sums = [x.new_empty(count, dtype=dtype) for _ in range(2)]  # results of an operator have memory of their own
     partial = sums if parts.parts == 1 else x.new_empty((2, parts.parts, count), dtype=torch.float64)
     levels, rule = levels_of(grid)
     zero_point = at.scale if at.zero_point is None else at.zero_point

@@ -6,7 +6,6 @@ tensor    with one scale, a launch reduces data to a range per program, and the 
 other     with other blocks, a third launch is needed between the two, unless a program sees whole blocks
 """
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fakequant import _kernels
 from fakequant._backends.blocks import KernelShape
 from fakequant._backends.torch.gpu_kernels import fits_rows
 from fakequant._backends.torch.tensor_blocks import place
@@ -22,7 +20,6 @@ from fakequant._backends.torch.tensor_kernels import (
     Grid,
     Observed,
     ObserverOptions,
-    Order,
     dense,
     from_order,
     in_order,
@@ -37,12 +34,10 @@ from fakequant._backends.torch.triton.fake_quantize import (
     quantize_rows,
     quantized,
 )
-from fakequant._backends.torch.triton.launch import PROGRAMS, launch
+from fakequant._backends.torch.triton.launch import launch
 from fakequant._backends.torch.triton.qparams import choice_of, choose, keeps_both_ends, tensor_factor, updated_range
 from fakequant._backends.torch.triton.rounding import levels_of, to_dtype, to_float32
 from fakequant._backends.torch.triton.tiles import (
-    Parts,
-    Rows,
     blocks_of_program,
     element_offsets,
     first_row,
@@ -52,7 +47,7 @@ from fakequant._backends.torch.triton.tiles import (
     parts_of,
     rows_of,
 )
-from fakequant._kernels import OFFSET_RULES, SIGNED_RULES, is_per_block
+from fakequant._kernels import SIGNED_RULES
 
 # How many elements a program holds, unless a block has more.
 _ELEMENTS = 4096
@@ -109,9 +104,9 @@ def range_kernel(
     start, at, exists, first, end = blocks_of_program(blocks, inner, batch_size, count, part, WIDE, BLOCKS)
     lo = tl.full([BLOCKS], float("inf"), tl.float32)
     hi = tl.full([BLOCKS], float("-inf"), tl.float32)
-    nan = tl.zeros([BLOCKS], tl.int64)
-    posinf = tl.zeros([BLOCKS], tl.int64)
-    neginf = tl.zeros([BLOCKS], tl.int64)
+    nan = tl.zeros([BLOCKS], tl.int32)
+    posinf = tl.zeros([BLOCKS], tl.int32)
+    neginf = tl.zeros([BLOCKS], tl.int32)
     for from_step in range(first, end, STEPS):
         step = from_step + tl.arange(0, STEPS)
         valid = exists[None, :] & (step < end)[:, None]
@@ -128,8 +123,9 @@ def range_kernel(
     if CHOOSE:
         store_scales(
             at, exists, lo, hi, tl.sum(nan + posinf + neginf, axis=0),
-            tl.load(running_min_ptr + at, mask=exists, other=0.0), tl.load(running_max_ptr + at, mask=exists, other=0.0),
-            1.0, running_min_ptr, running_max_ptr, scale_ptr, zero_ptr, nonfinite_ptr,
+            tl.load(running_min_ptr + at, mask=exists, other=0.0),
+            tl.load(running_max_ptr + at, mask=exists, other=0.0), 1.0,
+            running_min_ptr, running_max_ptr, scale_ptr, zero_ptr, nonfinite_ptr,
             constant, levels, eps, exponent, added, qmin, qmax, UPDATE, SCALE_RULE, SYMMETRIC, BOTH_ENDS,
         )  # fmt: skip
     else:
@@ -177,8 +173,9 @@ def join_kernel(
     if CHOOSE:
         store_scales(
             at, exists, lo, hi, tl.sum(nan + posinf + neginf, axis=0),
-            tl.load(running_min_ptr + at, mask=exists, other=0.0), tl.load(running_max_ptr + at, mask=exists, other=0.0),
-            1.0, running_min_ptr, running_max_ptr, scale_ptr, zero_ptr, nonfinite_ptr,
+            tl.load(running_min_ptr + at, mask=exists, other=0.0),
+            tl.load(running_max_ptr + at, mask=exists, other=0.0), 1.0,
+            running_min_ptr, running_max_ptr, scale_ptr, zero_ptr, nonfinite_ptr,
             constant, levels, eps, exponent, added, qmin, qmax, UPDATE, SCALE_RULE, SYMMETRIC, BOTH_ENDS,
         )  # fmt: skip
     else:
@@ -191,7 +188,13 @@ def join_kernel(
 
 # What kernels take to choose scales, for launches that only find ranges.
 _NO_CHOICE = (0.0, 1.0, 1.0, 0, 0, 0.0, 0.0)
-_NO_RULE = {"UPDATE": "dynamic", "SCALE_RULE": "any", "SYMMETRIC": True, "BOTH_ENDS": True, "CHOOSE": False}
+_NO_RULE: dict[str, Any] = {
+    "UPDATE": "dynamic",
+    "SCALE_RULE": "any",
+    "SYMMETRIC": True,
+    "BOTH_ENDS": True,
+    "CHOOSE": False,
+}
 
 
 class Ranges(NamedTuple):
@@ -204,13 +207,13 @@ class Ranges(NamedTuple):
     @classmethod
     def empty(cls, x: Tensor, *shape: int) -> "Ranges":
         """Returns uninitialized ranges."""
-        lo, hi = x.new_empty((2, *shape), dtype=torch.float32)
+        lo, hi = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
         return cls(lo, hi, x.new_empty((3, *shape), dtype=torch.int64))
 
 
 def _ranges(x: Tensor, shape: KernelShape, running: tuple[Tensor, Tensor] | None = None) -> tuple[Ranges, Tensor]:
     """Returns the ranges of all parts of dense data, and a copy of a running range of one block."""
-    parts = parts_of(shape, _ELEMENTS)
+    parts = parts_of(shape, _ELEMENTS if shape[0] * shape[2] == 1 else _ELEMENTS // 2)
     blocks = shape[0] * shape[2]
     found = Ranges.empty(x, parts.parts, blocks)
     old = x.new_empty(2, dtype=torch.float32)
@@ -245,7 +248,8 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 
 def _join_columns(parts: int) -> int:
     """Returns how many blocks a program of `join_kernel` combines."""
-    return max(1, 512 // triton.next_power_of_2(parts))
+    columns: int = max(1, 512 // triton.next_power_of_2(parts))
+    return columns
 
 
 # --- observing and quantizing ---------------------------------------------------------------------
@@ -326,7 +330,7 @@ def observe_rows_kernel(
     BOTH_ENDS: tl.constexpr, SIGNED: tl.constexpr, PARTS: tl.constexpr,
     WIDE: tl.constexpr, BLOCKS: tl.constexpr, LENGTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Observes and fake-quantizes blocks of neighbours, each in one row of a tile. PARTS is 0 without a tensor scale."""
+    """Observes and fake-quantizes blocks of neighbours, each in a row of a tile. PARTS is 0 without a tensor scale."""
     at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     exists = at < all_blocks
     column = tl.arange(0, LENGTH)[None, :]
@@ -416,7 +420,7 @@ def _observe(
     }
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     levels, numerics_rule = levels_of(grid)
-    rounding = {"RULE": numerics_rule, "MASK": MASKS[options.mask_kind]}
+    rounding: dict[str, Any] = {"RULE": numerics_rule, "MASK": MASKS[options.mask_kind]}
     count, inner = scale.numel(), shape[3]
     if fits_rows(shape, clipped) and (count > 1 or inner <= _ELEMENTS):
         parts, found = 0, None
@@ -457,7 +461,7 @@ def _choose_scales(
     rules: dict[str, Any],
 ) -> None:
     """Updates ranges and scales with dense data, in one launch if a program sees whole blocks, otherwise in two."""
-    parts = parts_of(shape, _ELEMENTS)
+    parts = parts_of(shape, _ELEMENTS if shape[0] * shape[2] == 1 else _ELEMENTS // 2)
     count = state[0].numel()
     if parts.parts == 1:
         unused = state[2]

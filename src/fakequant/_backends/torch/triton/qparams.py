@@ -42,7 +42,7 @@ def choice_of(qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: 
 
 def keeps_both_ends(scale_rule: str) -> bool:
     """Returns False for rules to which only the largest magnitude of a block matters."""
-    return is_per_block(scale_rule) or is_ggml(scale_rule) and scale_rule not in ("q8_0", "tq2_0", "q8_0_input")
+    return is_per_block(scale_rule) or (is_ggml(scale_rule) and scale_rule not in ("q8_0", "tq2_0", "q8_0_input"))
 
 
 @triton.jit

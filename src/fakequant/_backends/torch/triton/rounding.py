@@ -1,9 +1,10 @@
 """The rounding rules in Triton, in float32; csrc/numerics-inl.h, formats-inl.h and ggml-inl.h have the same formulas.
 
-A *level* is what is clamped: the code minus the zero point, or the code itself if the rule adds the zero point before it rounds.
+A *level* is what is clamped: the code minus the zero point, or the code itself if the rule adds the zero point before
+it rounds.
 
-The rules use additions and comparisons that Triton's interpreter computes like a GPU, so that tests without a GPU run the code
-that GPUs run. The interpreter does not have `libdevice.rint`, and rounds bfloat16 wrongly.
+The rules use additions and comparisons that Triton's interpreter computes like a GPU, so that tests without a GPU run
+the code that GPUs run. The interpreter does not have `libdevice.rint`, and rounds bfloat16 wrongly.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Which elements a program handles, and which scale belongs to each.
 
-Data are `batch * outer * blocks * inner` elements in memory, with one scale per (batch, block), as for the CPU kernels; see
-csrc/kernels.h. Elementwise kernels see them as rows of 8 neighbours: 8 bits of a mask are a byte, and 8 elements of 16 bits are
-the 16 bytes that a thread loads at once.
+Data are `batch * outer * blocks * inner` elements in memory, with one scale per (batch, block), as for the CPU
+kernels; see csrc/kernels.h. Elementwise kernels see them as rows of 8 neighbours: 8 bits of a mask are a byte, and 8
+elements of 16 bits are the 16 bytes that a thread loads at once.
 """
 
 from typing import Any, NamedTuple
@@ -139,8 +139,8 @@ def packed(values, BITS: tl.constexpr):
 
 # --- reductions -----------------------------------------------------------------------------------
 #
-# A program reduces all elements of some blocks, or a part of each. How many depends on the shape alone, and therefore the
-# order in which sums are taken.
+# A program reduces all elements of some blocks, or a part of each. How many depends on the shape alone, and therefore
+# the order in which sums are taken.
 
 
 class Parts(NamedTuple):
@@ -185,7 +185,7 @@ def parts_of(shape: KernelShape, tile: int) -> Parts:
 
 @triton.jit
 def blocks_of_program(blocks, inner, batch_size, count, part, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Returns the blocks of this program: their first elements, scales and existence, and its part of their elements."""
+    """Returns first elements, scales and existence of the blocks of this program, and its part of their elements."""
     tiles = tl.cdiv(blocks, BLOCKS)
     tile = tl.program_id(0)
     block = tile % tiles * BLOCKS + tl.arange(0, BLOCKS)
