@@ -39,9 +39,10 @@ class StandIn(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator._schema.name.split("::")[1].rstrip("_")
-        if operator.namespace == "fakequant":
+        own = operators.ON_GPU.get(operator._schema.name.split("::")[1])
+        if operator.namespace == "fakequant" and own is not None:
             with self:  # its own torch operations are counted too
-                return operators.ON_GPU[operator._schema.name.split("::")[1]](*args, **(kwargs or {}))
+                return own(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if name in HOST_READS or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu")):
             self.reads.append(name)
