@@ -66,7 +66,7 @@ def _placement(x: Tensor, blocks: tuple[int, ...]) -> Placement:
 
 
 def supports_ranges(x: Tensor, blocks: tuple[int, ...]) -> bool:
-    """Returns True if the kernels find the ranges of these blocks: not of blocks that are cut along several axes."""
+    """Returns True if the kernels find the ranges of these blocks: not of blocks that are cut along three axes."""
     return is_simple(x) and (
         _placement(x, blocks).expand is None or place(tuple(x.shape), _c_order(x), blocks).expand is None
     )
@@ -79,7 +79,7 @@ def _c_order(x: Tensor) -> tuple[int, ...]:
 def supports_observing(x: Tensor, running_min: Tensor, options: ObserverOptions) -> bool:
     """Returns True if the kernels choose scales of these blocks by this rule.
 
-    They do not handle K-quants, blocks that are cut along several axes, and, where the sign of the largest magnitude
+    They do not handle K-quants, blocks that are cut along three axes, and, where the sign of the largest magnitude
     or the whole tensor matters, blocks that are not neighbours in memory.
     """
     if not is_simple(x) or max(-options.qmin, options.qmax) > _LARGEST_CODE or options.scale_rule in SUPER_BLOCKS:

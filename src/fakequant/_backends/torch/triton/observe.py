@@ -422,7 +422,7 @@ def _observe(
     levels, numerics_rule = levels_of(grid)
     rounding: dict[str, Any] = {"RULE": numerics_rule, "MASK": MASKS[options.mask_kind]}
     count, inner = scale.numel(), shape[3]
-    if fits_rows(shape, clipped) and (count > 1 or inner <= _ELEMENTS):
+    if fits_rows(shape, clipped) and (count > 1 or inner <= _ELEMENTS or not is_per_block(scale_rule)):
         parts, found = 0, None
         if rule.startswith("e4m3fn"):
             found = _ranges(x, (1, 1, 1, x.numel()))[0]
