@@ -20,6 +20,7 @@ from triton.runtime.jit import mangle_type
 from fakequant import _kernels
 from fakequant._backends.torch.tensor_kernels import Grid, ObserverOptions
 from fakequant._backends.torch.triton import codes, fake_quantize, kernels, learned, observe
+from fakequant._backends.torch.triton.launch import OPTIONS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -121,7 +122,7 @@ def compile_for(target, kernel, args, warps, constants):
         if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
             attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    return triton.compile(source, target=target, options={"num_warps": warps, **OPTIONS})
 
 
 def resources(cubin):

@@ -68,7 +68,7 @@ def test_threads_load_16_bytes_and_spill_nothing(compiled):
         assert (row["LOCAL"], row["STACK"]) == (0, 0), name
         assert ".local" not in ptx, name
         assert row["REG"] <= 168, name  # three programs of 4 warps fit
-        if row["kernel"] in OF_FLOATS:
+        if row["kernel"] in OF_FLOATS and not row["call"].endswith(("one element", "odd rows")):
             assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", ptx), name
 
 

@@ -47,7 +47,7 @@ from fakequant._backends.torch.triton.tiles import (
     parts_of,
     rows_of,
 )
-from fakequant._kernels import SIGNED_RULES
+from fakequant._kernels import SIGNED_RULES, is_per_block
 
 # How many elements a program holds, unless a block has more.
 _ELEMENTS = 4096
