@@ -77,7 +77,7 @@ def accuracy(model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the commands use: train.py, model.pt, float.pt, model.onnx, examples and benchmarks."""
+    """The files that the commands use: train.py, model.pt, float.pt, model.onnx, examples and benchmarks."""
     import torch
 
     import fakequant as fq

@@ -121,14 +121,15 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
     # Sums of expanded blocks are added again below.
     dtype = grid.scale.dtype if count == grid.scale.numel() else torch.float64
     sums = [x.new_empty(count, dtype=dtype) for _ in range(2)]  # results of an operator have memory of their own
-    partial = sums if parts.parts == 1 else x.new_empty((2, parts.parts, count), dtype=torch.float64)
+    partial = x.new_empty((2, parts.parts, count), dtype=torch.float64) if parts.parts > 1 else None
+    first = sums if partial is None else partial
     levels, rule = levels_of(grid)
     zero_point = at.scale if at.zero_point is None else at.zero_point
     launch(
-        learned_kernel, parts.programs, dy, x, dx, at.scale, zero_point, partial[0], partial[1], grad_factor,
+        learned_kernel, parts.programs, dy, x, dx, at.scale, zero_point, first[0], first[1], grad_factor,
         count, *parts.sizes, *levels, RULE=rule, HAS_ZERO=at.zero_point is not None, **parts.constants,
     )  # fmt: skip
-    if parts.parts > 1:
+    if partial is not None:
         columns = max(1, 1024 // triton.next_power_of_2(parts.parts))
         launch(
             sum_kernel, (triton.cdiv(count, columns),), partial, sums[0], sums[1], count, parts.parts,
