@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from triton.runtime.jit import mangle_type
 
 from fakequant import _kernels
 from fakequant._backends.torch.tensor_kernels import Grid, ObserverOptions
-from fakequant._backends.torch.triton import codes, fake_quantize, kernels, learned, observe
+from fakequant._backends.torch.triton import codes, fake_quantize, kernels, learned, observe, tiles
 from fakequant._backends.torch.triton.launch import OPTIONS
 
 TARGETS = {
@@ -91,6 +92,17 @@ VARIANTS = {
     "values of int8": lambda: kernels.dequantize(X.to(torch.int8), grid(512, 1), torch.float32),
     "6-bit codes": lambda: kernels.quantize_packed(X, grid(numerics="e3m2", zero=False, bounds=(0, 63)), 6),
 }
+
+
+def beyond_32_bits(call):
+    """Runs a call as if data had more than 2^31 elements."""
+    before, tiles._LARGEST_OFFSET = tiles._LARGEST_OFFSET, 0
+    call()
+    tiles._LARGEST_OFFSET = before
+
+
+for _name in ("forward", "backward", "observing, per tensor", "observing, per row", "learned", "codes", "values"):
+    VARIANTS[f"{_name}, beyond 32 bits"] = partial(beyond_32_bits, CALLS[_name])
 
 
 def recorded(call):

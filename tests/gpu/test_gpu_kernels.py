@@ -8,7 +8,7 @@ import pytest
 import gpu_stand_in  # first: it skips without Triton
 from fakequant import QuantSpec, _kernels
 from fakequant._backends.torch import gpu_kernels, tensor_kernels
-from fakequant._backends.torch.triton import kernels
+from fakequant._backends.torch.triton import kernels, tiles
 from fakequant.formats import FLOAT_FORMATS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
@@ -296,6 +296,23 @@ def test_block_scales_have_the_bits_of_the_cpu(numerics, rule, bounds):
         observed(x, (64, 64 // size), *bounds, numerics, True, rule, "dynamic", 0.0, 1.0, True, steps=1)
     x[:] = 0.0
     observed(x, (64, 2), *bounds, numerics, True, rule, "dynamic", 0.0, 1.0, False, steps=1)
+
+
+def test_offsets_of_64_bits_have_the_bits_of_the_cpu(monkeypatch):
+    """As for tensors of more than 2^31 elements."""
+    monkeypatch.setattr(tiles, "_LARGEST_OFFSET", 0)
+    x, on = data("float32"), grid(CUTS["middle"], "onnx", CODES[4])
+    packed, _ = both("quantize_packed", x, on, 4)
+    for call in (
+        ("fake_quantize", x, on, PACKED), ("learned_backward", torch.ones_like(x), x, on, 1.0),
+        ("min_max", x, (6, 1, 1, 1)),
+        ("quantize_packed", x, on, 4), ("dequantize_packed", packed, on, x.shape, 4, torch.float32),
+        ("mask_backward", x, torch.full((210,), 0x5A, dtype=torch.uint8), None, False),
+    ):  # fmt: skip
+        assert_same(*both(*call), call[0])
+    whole = torch.nan_to_num(x)
+    for blocks, values in (((), whole.flatten()[:1677].repeat(4)), ((6, 14, 2, 1), whole), ((1, 14, 1, 1), whole)):
+        observed(values, blocks, -128, 127, "onnx", False, "any", "min_max", 0.3, 1e-7, False)
 
 
 # --- the choice -----------------------------------------------------------------------------------

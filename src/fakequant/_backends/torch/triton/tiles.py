@@ -190,9 +190,11 @@ def blocks_of_program(blocks, inner, batch_size, count, part, WIDE: tl.constexpr
     tile = tl.program_id(0)
     block = tile % tiles * BLOCKS + tl.arange(0, BLOCKS)
     batch = tile // tiles
-    first = tl.program_id(1) * part
-    end = tl.minimum(first + part, count)
     at = batch * blocks + block
+    first = tl.program_id(1) * part
+    if WIDE:
+        first = tl.program_id(1).to(tl.int64) * part
+    end = tl.minimum(first + part, count)
     if WIDE:
         start = batch.to(tl.int64) * batch_size + block.to(tl.int64) * inner
     else:
