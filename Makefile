@@ -9,7 +9,8 @@ INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(B
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test test-all zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
+.PHONY: test test-all zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-gpu test-torch \
+  test-python clean
 
 # The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
 # torch's threads must not spin while they wait.
@@ -127,6 +128,16 @@ test-neon: build
 	  qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt && wait $$!
 	diff build/neon/here.txt build/neon/there.txt
 	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"
+
+# Runs the Triton kernels in Triton's interpreter and compiles them for several GPUs, without one. Takes about a minute.
+test-gpu: export TRITON_INTERPRET = 1
+test-gpu: export TRITON_CACHE_DIR = $(abspath build)/triton
+test-gpu: build $(VENV)/.gpu
+	timeout 600 $(PY) -m pytest -q tests/gpu
+
+$(VENV)/.gpu: requirements-gpu.txt $(VENV)/.installed
+	$(PY) -m pip install -q --no-deps -r requirements-gpu.txt
+	touch $@
 
 # Runs the test suite, or TESTS, with another torch release in a separate environment: make test-torch TORCH=2.15.0.
 # pip's default index has CUDA builds (7 GB); set PIP_EXTRA_INDEX_URL to an index with CPU builds.

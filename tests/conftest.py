@@ -37,8 +37,8 @@ _FILES = list(Path(__file__).parent.rglob("*.py"))
 _HELPERS = {path.stem for path in _FILES if not path.stem.startswith(("test_", "conftest"))}
 pytest.register_assert_rewrite(*_HELPERS - sys.modules.keys())
 
-# They have no examples, and modules of the same name cannot be collected together.
-collect_ignore_glob = ["*/conftest.py"]
+# They have no examples. Modules of the same name cannot be collected together, and the second needs Triton.
+collect_ignore_glob = ["*/conftest.py", "*/compiled_kernels.py"]
 
 # Without torch (`make test-python`), collect only the files that can be imported without it.
 if find_spec("torch") is None:

@@ -77,14 +77,15 @@ def accuracy(model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the commands use: train.py, model.pt, float.pt, model.onnx and the examples."""
+    """The files that the commands use: train.py, model.pt, float.pt, model.onnx, examples and benchmarks."""
     import torch
 
     import fakequant as fq
 
     folder = tmp_path_factory.mktemp("commands")
     (folder / "train.py").write_text(TRAIN)
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
     names: dict = {}
     exec(TRAIN, names)
     model = fq.calibrate(names["make_model"](), names["test_data"](), progress=False)

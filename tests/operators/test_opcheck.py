@@ -96,6 +96,12 @@ def running(*shape):
     return torch.full(shape, torch.inf), torch.full(shape, -torch.inf)
 
 
+def buffers(*shape):
+    """Returns a running range, scale, zero point and the number of non-finite values, as a quantizer has them."""
+    scale = torch.full(shape, torch.nan)
+    return *running(*shape), scale, torch.zeros(shape, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
+
+
 X = floats(3, 5, 7)
 CASES = {
     "fake_quantize": {
@@ -241,6 +247,20 @@ CASES = {
         "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "any", "dynamic", 0.01, 1e-7, False),
         "MXFP4": (permuted(), *running(4, 6, 2), *E2M1, True, "floor", "dynamic", 0.01, 1e-7, True),
         "NVFP4": (X, *running(3, 5, 1), *E2M1, True, "e4m3fn", "dynamic", 0.01, 1e-7, False),
+    },
+    "observe_into": {
+        "clipped": (X, *buffers(), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
+        "channel": (
+            channels_last(2, 3, 4, 5),
+            *buffers(1, 3, 1, 1),
+            *CHANNEL,
+            True,
+            "any",
+            "min_max",
+            0.01,
+            1e-7,
+            False,
+        ),
     },
 }
 

@@ -57,6 +57,7 @@ def test_extras_contain_the_documented_packages():
     assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
     assert names["llm"] == names["transformers"] | {"compressed-tensors"}
     assert names["lightning"] == torch | {"lightning"}
+    assert names["gpu"] == torch | {"triton"}
     assert names["openvino"] == torch | onnx | {"openvino"}
     assert names["executorch"] == torch | {"executorch"}
     assert names["all"] == names["demo"]
@@ -65,6 +66,7 @@ def test_extras_contain_the_documented_packages():
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_tested_versions_are_within_the_declared_ranges(extra):
     pinned = {**pins("requirements-runtimes.txt"), **pins("requirements-dev.txt"), **pins("requirements-demo.txt")}
+    pinned |= pins("requirements-gpu.txt")
     for requirement in requirements(extra):
         tested = TORCH_VERSIONS if requirement.name == "torch" else [pinned[canonical(requirement.name)]]
         assert all(map(requirement.specifier.contains, tested)), requirement

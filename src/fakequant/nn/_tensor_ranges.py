@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fakequant._backends.blocks import group_length, short_blocks
 from fakequant._backends.torch import compiled_nodes, tensor_functions
+from fakequant._backends.torch.plain_memory import is_memory
 from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range, zero_dtype
 from fakequant._backends.torch.torch_private import innermost_transform
@@ -46,6 +47,11 @@ def observe_and_quantize(
     quantizer._last = None
     if spec.axis is not None:
         quantizer._check_blocks(x)
+    if not torch.compiler.is_compiling() and not is_memory(x) and not short_blocks(tuple(x.shape), spec):
+        return tensor_functions.observe_into(  # few launches, and nothing is copied afterwards
+            x, spec, (running_min, running_max, scale, zero_point), quantizer._nonfinite, update=how.update,
+            averaging_constant=how.constant, eps=quantizer.eps, gradient=quantizer._following,
+        )  # fmt: skip
     result = tensor_functions.observe_fake_quantize(
         x, spec, running_min, running_max, update=how.update, averaging_constant=how.constant, eps=quantizer.eps,
         gradient=quantizer._following,
@@ -101,9 +107,12 @@ def quantize_with_own_range(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) 
 def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
     """Computes the range in new tensors, not in the buffers: several threads may evaluate one model."""
     blocks = quantizer._check_blocks(x)
-    lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+    if torch.compiler.is_compiling() or is_memory(x) or x.numel() == 0:
+        lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+        hi = -lo
+    else:  # nothing is launched for what is not read
+        lo, hi = torch.empty((2, *blocks), dtype=torch.float32, device=x.device)
     scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=zero_dtype(scale_rule_name(quantizer.spec)))
-    hi = -lo
     y = observe_and_quantize(quantizer, x, lo, hi, scale, zero_point)
     if quantizer._blocks is not None:
         buffers = (quantizer.running_min, quantizer.running_max, quantizer.scale, quantizer.zero_point)

@@ -15,6 +15,14 @@ from fakequant.formats import FLOAT_FORMATS, FloatFormat
 _LAYOUTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
+def divided(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """Returns a / b. With a number, torch multiplies by a reciprocal on GPUs, which is rounded twice."""
+    if not isinstance(a, Tensor):
+        assert isinstance(b, Tensor)
+        return torch.full_like(b, a) / b
+    return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
+
+
 def round_to_format(t: Tensor, to: FloatFormat) -> Tensor:
     """Returns the nearest values of a format that goes on beyond its largest value, half to even.
 
@@ -55,17 +63,17 @@ def block_scales(absmax: Tensor, qmax: int, numerics: str, scale_rule: str) -> T
         everywhere = (absmax.max() if absmax.numel() else absmax.sum()).clamp(min=torch.finfo(torch.float32).tiny)
         divisor = everywhere.reciprocal() * 2688.0
         divisor = torch.where(divisor.isinf(), 1.0, divisor)
-        value = round_to_format((absmax / 6.0 * divisor).clamp(max=448.0), FLOAT_FORMATS["e4m3fn"])
+        value = round_to_format((divided(absmax, 6.0) * divisor).clamp(max=448.0), FLOAT_FORMATS["e4m3fn"])
         return torch.where(value == 0, 0.125, value) / divisor
     if scale_rule == "e4m3fn":
-        under = (absmax.max() if absmax.numel() else absmax.sum()) / 2688.0
+        under = divided(absmax.max() if absmax.numel() else absmax.sum(), 2688.0)
         under = torch.where(under == 0, 1.0, under)
-        wanted = (absmax / 6.0 / under).clamp(2.0**-6, 448.0)
+        wanted = (divided(absmax, 6.0) / under).clamp(2.0**-6, 448.0)
         return (round_to_format(wanted, FLOAT_FORMATS["e4m3fn"]) * under).clamp(min=2.0**-149)
     largest = largest_level(qmax, numerics)
     exponent = frexp(largest)[1] - 1
     mantissa_bits = FLOAT_FORMATS[numerics].mantissa_bits if numerics in FLOAT_FORMATS else exponent
-    bits = (absmax / largest if scale_rule == "rceil" else absmax).view(torch.int32)
+    bits = (divided(absmax, largest) if scale_rule == "rceil" else absmax).view(torch.int32)
     if scale_rule in ("even", "even_e2m1"):
         bits = bits + ((1 << 22) >> (mantissa_bits if scale_rule == "even" else 1))
     field = bits >> 23

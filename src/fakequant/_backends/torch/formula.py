@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fakequant import _kernels
 from fakequant._backends.torch import ggml_formula
-from fakequant._backends.torch.float_formula import block_scales, codes_of_values, round_to_format, values_of_codes
+from fakequant._backends.torch.float_formula import (
+    block_scales,
+    codes_of_values,
+    divided,
+    round_to_format,
+    values_of_codes,
+)
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
     Grid,
@@ -376,13 +382,13 @@ def choose_qparams(
     is_float = numerics in FLOAT_FORMATS
     levels = largest_level(qmax, numerics) if is_float else (qmax - qmin) / (2 if symmetric else 1)
     if symmetric:
-        scale = rounded_scale((torch.maximum(-lo, hi) / levels).clamp(min=eps), scale_rule)
+        scale = rounded_scale(divided(torch.maximum(-lo, hi), levels).clamp(min=eps), scale_rule)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     width = hi - lo
     wide = wide_dtype(lo)
     # The width of a range may overflow float32 although the scale does not.
-    beyond = ((hi.to(wide) - lo.to(wide)) / float(torch.tensor(levels, dtype=torch.float32))).float()
-    scale = rounded_scale(torch.where(width.isinf(), beyond, width / levels).clamp(min=eps), scale_rule)
+    beyond = divided(hi.to(wide) - lo.to(wide), float(torch.tensor(levels, dtype=torch.float32))).float()
+    scale = rounded_scale(torch.where(width.isinf(), beyond, divided(width, levels)).clamp(min=eps), scale_rule)
     zero_point = (qmin - torch.round(lo / scale).to(torch.int64)).clamp(qmin, qmax)
     return scale, zero_point.to(torch.int32)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.float_formula import divided
 from fakequant._kernels import OFFSET_RULES
 from fakequant.formats import SUPER_BLOCKS
 
@@ -43,23 +44,15 @@ def values(codes: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Ten
 
 
 def _inverse(scale: Tensor, rule: str) -> Tensor:
-    return _divided({"q8_0_input": 127.0, "q8_k_input": -127.0}.get(rule, 1.0), scale).clamp(-_LARGEST, _LARGEST)
-
-
-def _divided(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """Returns a / b. With a number, torch may multiply by a reciprocal, which is rounded twice."""
-    if not isinstance(a, Tensor):
-        assert isinstance(b, Tensor)
-        return torch.full_like(b, a) / b
-    return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
+    return divided({"q8_0_input": 127.0, "q8_k_input": -127.0}.get(rule, 1.0), scale).clamp(-_LARGEST, _LARGEST)
 
 
 def _stored_scale(scale: Tensor, rule: str) -> Tensor:
     if rule in SUPER_BLOCKS:
         return scale
     if rule == "q8_k_input":
-        return torch.where(scale == 0, 0.0, _divided(1.0, _inverse(scale, rule)))
-    return _as_float16(_divided(scale, 127.0) if rule == "q8_0_input" else scale)
+        return torch.where(scale == 0, 0.0, divided(1.0, _inverse(scale, rule)))
+    return _as_float16(divided(scale, 127.0) if rule == "q8_0_input" else scale)
 
 
 def _as_float16(value: Tensor) -> Tensor:
@@ -72,13 +65,13 @@ def choose_qparams(lo: Tensor, hi: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     signed = torch.where(-lo >= hi, lo, hi)
     if rule == "q4_k":
         depth = (-lo).clamp(min=0).abs()  # not -0.0
-        scale = _divided(hi + depth, 15.0).clamp(max=_LARGEST)
+        scale = divided(hi + depth, 15.0).clamp(max=_LARGEST)
         return to_super_blocks(scale, rule), -to_super_blocks(depth, rule)
     if rule == "q6_k":
         return to_super_blocks(signed / -32.0, rule), torch.zeros_like(lo, dtype=torch.int32)
     if rule == "q4_1":
-        return _divided(hi - lo, 15.0).clamp(max=_LARGEST), lo.clone()
-    scale = {"q4_0": signed / -8.0, "q8_0": _divided(absmax, 127.0), "q8_k_input": signed.clone()}.get(rule, absmax)
+        return divided(hi - lo, 15.0).clamp(max=_LARGEST), lo.clone()
+    scale = {"q4_0": signed / -8.0, "q8_0": divided(absmax, 127.0), "q8_k_input": signed.clone()}.get(rule, absmax)
     return scale, torch.zeros_like(scale, dtype=torch.int32)
 
 
@@ -89,7 +82,7 @@ def to_super_blocks(scale: Tensor, rule: str) -> Tensor:
     rows = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
     low, high = rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0)
     first, last, one = (0.0, 63.0, 63.0) if rule == "q4_k" else (-128.0, 127.0, -128.0)
-    d = _as_float16(_divided(torch.where(-low >= high, low, high), one))
+    d = _as_float16(divided(torch.where(-low >= high, low, high), one))
     times = torch.where(d == 0, 0.0, torch.round(rows / d).clamp(first, last))
     times = torch.where(times == 0, 0.0, times)  # not -0.0
     return (d * times).reshape(-1)[: flat.numel()].reshape(scale.shape)

@@ -3,7 +3,8 @@
 Inductor cannot fuse a custom operator: its input has to be written to memory, and its result too. A decomposed operator
 becomes part of the loop that computes its input. The bits are the same.
 
-`fake_quantize`, `fake_quantize_learned` and `min_max` are decomposed. The other operators keep their kernels:
+`fake_quantize`, `fake_quantize_learned` and `min_max` are decomposed. The other operators keep their kernels, and so
+do all on GPUs:
 
     masks, gradients, observing    Inductor graphs that return a mask are several times slower than the kernel.
     quantize, dequantize           Inductor's conversions to and from bytes are slower than the kernels.
@@ -47,11 +48,13 @@ def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
 
 
 def _is_left_to_the_kernel(x: Tensor, grid: Grid) -> bool:
-    """Returns True for torch's rules on the CPU, which use int64 and float64, and ggml's, which round to float16.
+    """Returns True on GPUs, where Inductor's division is not rounded correctly, and for some rules on the CPU.
+
+    These are torch's rules, which use int64 and float64, and ggml's, which round to float16.
 
     The masked operator runs that kernel. It has no decomposition, and its unused mask costs little.
     """
-    return x.device.type == "cpu" and (not is_own(grid.numerics) or is_ggml(grid.numerics))
+    return x.device.type == "cuda" or (x.device.type == "cpu" and (not is_own(grid.numerics) or is_ggml(grid.numerics)))
 
 
 def _checked(x: Tensor, grid: Grid) -> Grid:
@@ -91,8 +94,8 @@ _DEFINING_FILES = (
     *(
         f"_backends/torch/{name}.py"
         for name in (
-            "inductor", "operators", "formula", "float_formula", "fused_multiply_add", "ggml_formula", "gradients",
-            "routes", "tensor_kernels",
+            "inductor", "operators", "gpu_kernels", "formula", "float_formula", "fused_multiply_add", "ggml_formula",
+            "gradients", "routes", "tensor_kernels",
         )
     ),
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """`torch.ops.fakequant`: the operators that compilers, transforms and other devices use.
 
-Every operator has a schema, a CPU kernel, a formula for all other devices, a shape rule for fake and meta tensors, a
-`vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry per block, see `tensor_blocks`.
-Autocast does not change the dtype of their arguments: the kernels compute in float32 anyway, and a scale must not be
-rounded.
+Every operator has a schema, a CPU kernel, kernels for GPUs (`gpu_kernels`), a formula for all other devices, a shape
+rule for fake and meta tensors, a `vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry
+per block, see `tensor_blocks`. Autocast does not change the dtype of their arguments: the kernels compute in float32
+anyway, and a scale must not be rounded.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.torch import formula, gradients, inductor, routes, tensor_kernels, vmap_rules
+from fakequant._backends.torch import formula, gpu_kernels, gradients, inductor, routes, tensor_kernels, vmap_rules
 from fakequant._backends.torch.gradients import levels_of
 from fakequant._backends.torch.routes import Kernels, ThreeTensors, ops, with_grid
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, zero_dtype
@@ -39,7 +39,13 @@ SCHEMAS = (
     "observe_fake_quantize(Tensor x, Tensor(a!) running_min, Tensor(b!) running_max, int qmin, int qmax, str numerics,"
     " bool symmetric, str scale_rule, str update, float averaging_constant, float eps, bool clipped)"
     " -> (Tensor y, Tensor mask, Tensor scale, Tensor zero_point, Tensor nonfinite)",
+    # The same with the buffers of a quantizer.
+    "observe_into(Tensor x, Tensor(a!) running_min, Tensor(b!) running_max, Tensor(c!) scale, Tensor(d!) zero_point,"
+    " Tensor(e!) nonfinite, int qmin, int qmax, str numerics, bool symmetric, str scale_rule, str update,"
+    " float averaging_constant, float eps, bool clipped) -> (Tensor y, Tensor mask)",
 )
+# How many tensors these operators change, after `x`.
+_CHANGED = {"observe_fake_quantize": 2, "observe_into": 5}
 
 _LIBRARY = Library("fakequant", "DEF")
 for _schema in SCHEMAS:
@@ -70,7 +76,12 @@ def _implementations(run: Kernels) -> dict[str, Operator]:
     def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, *options: Any) -> tuple[Tensor, ...]:
         result = run.observe_fake_quantize(x, running_min, running_max, ObserverOptions(*options))
         y, mask, *others = result
-        return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask, *others
+        return y, _some_mask(mask, x), *others
+
+    def observe_into(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        own: Operator = getattr(run, "observe_into", partial(routes.observe_into, run))
+        y, mask = own(x, *arguments[:5], ObserverOptions(*arguments[5:]))
+        return y, _some_mask(mask, x)
 
     return {
         "fake_quantize": with_grid(fake_quantize),
@@ -85,11 +96,20 @@ def _implementations(run: Kernels) -> dict[str, Operator]:
         "min_max": min_max,
         "choose_qparams": run.choose_qparams,
         "observe_fake_quantize": observe_fake_quantize,
+        "observe_into": observe_into,
     }
+
+
+def _some_mask(mask: Tensor | None, x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.uint8) if mask is None else mask
 
 
 for _name, _function in _implementations(tensor_kernels).items():
     _LIBRARY.impl(_name, _function, "CPU")
+# By name. torch calls AMD's GPUs CUDA too.
+ON_GPU = _implementations(gpu_kernels)
+for _name, _function in ON_GPU.items():
+    _LIBRARY.impl(_name, _function, "CUDA")
 for _name, _function in _implementations(formula).items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     for _key in ("AutocastCPU", "AutocastCUDA"):
@@ -129,6 +149,11 @@ def _fake_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *options:
     return torch.empty_like(x), mask, scale, zero_point, x.new_empty((), dtype=torch.int64)
 
 
+def _fake_observe_into(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    is_clipped = ObserverOptions(*arguments[5:]).clipped
+    return torch.empty_like(x), _bytes_for(x, 1) if is_clipped else x.new_empty(0, dtype=torch.uint8)
+
+
 _FAKE: dict[str, Operator] = {
     "fake_quantize": lambda x, *_: torch.empty_like(x),
     "fake_quantize_masked": with_grid(_fake_masked),
@@ -145,6 +170,7 @@ _FAKE: dict[str, Operator] = {
         lo.new_empty(lo.shape, dtype=zero_dtype(options[-2])),
     ),
     "observe_fake_quantize": _fake_observe,
+    "observe_into": _fake_observe_into,
 }
 _DECOMPOSITIONS = inductor.decompositions(_implementations(formula))
 
@@ -231,6 +257,17 @@ def _autograd_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *rest
     return routes.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
 
 
+def _autograd_observe_into(x: Tensor, *arguments: Any) -> Results:
+    if gradients.is_differentiating(x):
+        state, options = arguments[:5], ObserverOptions(*arguments[5:])
+
+        def run(x: Tensor) -> tuple[Tensor, Tensor]:
+            return routes.dispatched_observe_into(x, state, options)
+
+        return _apply(gradients.StraightThrough, x, run, options.clipped, gradients.multiplies(options.numerics))
+    return routes.below_autograd(ops.observe_into, x, *arguments)
+
+
 def _constant(name: str, has_grid: bool) -> Operator:
     """Returns the autograd rule of an operator without a derivative, for codes and ranges."""
     operator = getattr(ops, name).default
@@ -250,6 +287,7 @@ _AUTOGRAD: dict[str, Operator] = {
     "fake_quantize_learned": with_grid(_autograd_learned),
     "learned_backward": with_grid(_autograd_learned_backward, after=2),
     "observe_fake_quantize": _autograd_observe,
+    "observe_into": _autograd_observe_into,
     "quantize": _constant("quantize", has_grid=True),
     "quantize_packed": _constant("quantize_packed", has_grid=True),
     "dequantize": _constant("dequantize", has_grid=True),
@@ -261,13 +299,17 @@ for _name, _function in _AUTOGRAD.items():
     _LIBRARY.impl(_name, _function, "Autograd")
 
 
-def _count_changes(x: Tensor, running_min: Tensor, running_max: Tensor, *rest: Any) -> Results:
-    routes.count_changes(running_min, running_max)
-    with BelowADInplaceOrView():
-        return ops.observe_fake_quantize(x, running_min, running_max, *rest)
+def _counting_changes(name: str, number: int) -> Operator:
+    def run(x: Tensor, *arguments: Any) -> Results:
+        routes.count_changes(*arguments[:number])
+        with BelowADInplaceOrView():
+            return getattr(ops, name)(x, *arguments)
+
+    return run
 
 
-_LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
+for _name, _number in _CHANGED.items():
+    _LIBRARY.impl(_name, _counting_changes(_name, _number), "ADInplaceOrView")
 
 
 def add(schema: str, fake: Operator) -> Callable[[Operator], Operator]:

@@ -29,7 +29,7 @@ ThreeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernels(Protocol):
-    """The module `tensor_kernels` or `formula`, which have the same functions."""
+    """The module `tensor_kernels`, `gpu_kernels` or `formula`, which have the same functions."""
 
     def fake_quantize(self, x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]: ...
     def mask_backward(self, dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor: ...
@@ -123,6 +123,24 @@ def learned_backward(run: Kernels, dy: Tensor, x: Tensor, grid: Grid, grad_facto
     return run.learned_backward(dy, x, backward_grid(grid), factor)
 
 
+def observe_into(
+    run: Kernels,
+    x: Tensor,
+    running_min: Tensor,
+    running_max: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    nonfinite: Tensor,
+    options: ObserverOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs `observe_fake_quantize`, overwrites scale and zero point, and adds to the number of non-finite values."""
+    found = run.observe_fake_quantize(x, running_min, running_max, options)
+    scale.copy_(found.scale)
+    zero_point.copy_(found.zero_point)
+    nonfinite.add_(found.nonfinite)
+    return found.y, found.mask
+
+
 def observe_and_count(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
     """Runs `observe_fake_quantize` on plain memory, and tells autograd that the running range has changed."""
     count_changes(running_min, running_max)
@@ -156,6 +174,7 @@ class Operators(Protocol):
     min_max: OperatorOf[ThreeTensors]
     choose_qparams: OperatorOf[tuple[Tensor, Tensor]]
     observe_fake_quantize: OperatorOf[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    observe_into: OperatorOf[tuple[Tensor, Tensor]]
     checked_scale: OperatorOf[Tensor]
 
 
@@ -218,3 +237,9 @@ def dispatched_learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: 
 def dispatched_observe(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
     """Updates the running range and fake-quantizes."""
     return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *options))
+
+
+@_one_level_down()
+def dispatched_observe_into(x: Tensor, state: tuple[Tensor, ...], options: ObserverOptions) -> tuple[Tensor, Tensor]:
+    """Updates the state of a quantizer and fake-quantizes. See `observe_into`."""
+    return ops.observe_into(x, *state, *options)

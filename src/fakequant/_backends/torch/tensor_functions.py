@@ -394,6 +394,32 @@ def observe_fake_quantize(
     )
 
 
+def observe_into(
+    x: Tensor,
+    spec: QuantSpec,
+    state: tuple[Tensor, Tensor, Tensor, Tensor],
+    nonfinite: Tensor,
+    *,
+    update: Update,
+    averaging_constant: float,
+    eps: float,
+    gradient: Gradient,
+) -> Tensor:
+    """Does the same with the buffers of a quantizer, which are changed in place.
+
+    `state` is the running minimum and maximum, scale and zero point. The number of non-finite values is added to
+    `nonfinite`. Blocks must have one length.
+    """
+    check_device(x, "running_min", state[0])
+    blocks = block_shape(tuple(x.shape), spec)
+    options = ObserverOptions(
+        spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, scale_rule_name(spec), update,
+        averaging_constant, eps, gradient == "clipped" and gradients.is_differentiating(x),
+    )  # fmt: skip
+    y: Tensor = ops.observe_into(x, *(value.view(blocks) for value in state), nonfinite, *options)[0]
+    return y
+
+
 def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float) -> Tensor:
     """See `fakequant.fake_quantize_dynamic`."""
     checks.check_spec(spec, "x, spec")

@@ -115,7 +115,7 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
     blocks = () if scale.numel() == 1 and x.numel() else tuple(scale.shape)
     shape, order, expand = place(tuple(x.shape), x.stride(), blocks)
     numerics = NUMERICS[grid.numerics]
-    scale = _in_order(scale, scale_dtype(x.dtype, grid.numerics), order, expand)
+    scale = in_order(scale, scale_dtype(x.dtype, grid.numerics), order, expand)
     zero_kind = _kernels.ZERO_NONE
     if isinstance(zero_point, Tensor):
         if grid.numerics == "torch_channel" and zero_point.is_floating_point():
@@ -126,7 +126,7 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
             # The kernels are slow for 64-bit zero points. Clamping changes only zero points that are not codes.
             zero_point = zero_point.clamp(-(2**31), 2**31 - 1).to(torch.int32)
         zero_kind = _ZERO_KINDS[zero_point.dtype]
-        zero_point = _in_order(zero_point, zero_point.dtype, order, expand)
+        zero_point = in_order(zero_point, zero_point.dtype, order, expand)
     elif zero_point:
         zero_kind = _kernels.ZERO_I64
         zero_point = torch.full((scale.numel(),), zero_point, dtype=torch.int64, device="cpu")
@@ -145,7 +145,7 @@ def _checked(x: Tensor, grid: Grid) -> _Parameters:
     return parameters
 
 
-def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[int, ...] | None) -> Tensor:
+def in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[int, ...] | None) -> Tensor:
     values = values.detach().to(dtype)
     if values.dim():
         for axis, length in enumerate(expand or ()):
@@ -232,7 +232,7 @@ def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Ten
     if mask.dtype == torch.bool:
         kind, target, mask = _kernels.MASK_BYTES, dx, dense(mask, dx)
     else:
-        kind, target = _kernels.MASK_PACKED, dx if dy.is_contiguous() and order is None else _in_bit_order(dx, order)
+        kind, target = _kernels.MASK_PACKED, dx if dy.is_contiguous() and order is None else in_bit_order(dx, order)
     source = dense(dy, target)
     _native.mask_backward(
         source.data_ptr(), mask.data_ptr(), kind, target.data_ptr(), KERNEL_DTYPES[dy.dtype], dy.numel(), multiply
@@ -240,7 +240,7 @@ def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Ten
     return dx if target is dx else dx.copy_(target)
 
 
-def _in_bit_order(dx: Tensor, order: Order) -> Tensor:
+def in_bit_order(dx: Tensor, order: Order) -> Tensor:
     """Returns `dx` if its memory has the order of the mask's bits, otherwise a new tensor that has it."""
     ordered = empty_in_order(dx, order)
     return dx if ordered.stride() == dx.stride() else ordered
@@ -285,17 +285,17 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
         dy.data_ptr(), x.data_ptr(), dx.data_ptr(), dtype, dtype, *p.arguments(), grad_factor,
         sums[0].data_ptr(), sums[1].data_ptr(),
     )  # fmt: skip
-    dscale, dzero_point = (_by_block(s, x, grid.scale).to(grid.scale.dtype, copy=True) for s in sums)
+    dscale, dzero_point = (by_block(s, x, grid.scale).to(grid.scale.dtype, copy=True) for s in sums)
     return dx, dscale, dzero_point
 
 
-def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """Sums one value per kernel block to the shape of the scales `like`. The inverse of `_in_order`."""
+def by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    """Sums one value per kernel block to the shape of the scales `like`. The inverse of `in_order`."""
     if like.numel() == 1:
         return values.reshape(like.shape)
     _, order, expand = place(tuple(x.shape), x.stride(), tuple(like.shape))
     shape = expand or tuple(like.shape)
-    values = _from_order(values, shape, order)
+    values = from_order(values, shape, order)
     if expand is not None:
         pairs = [n for blocks, total in zip(like.shape, shape, strict=True) for n in (blocks, total // blocks)]
         values = values.reshape(pairs).sum(list(range(1, len(pairs), 2)))
@@ -346,7 +346,7 @@ def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
     _native.dequantize(q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, *p.arguments())
 
 
-def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, KernelShape, Order]:
+def observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, KernelShape, Order]:
     """Returns `x` in a layout whose blocks need no expanding, with the kernels' shape and the order of axes.
 
     Blocks cannot be expanded here, because then a block would be observed in parts.
@@ -368,32 +368,32 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     if x.numel() == 0:
         lo = torch.full(blocks, torch.inf, dtype=dtype, device="cpu")
         return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64, device="cpu")
-    x, shape, order = _observable(x, blocks)
+    x, shape, order = observable(x, blocks)
     count = prod(blocks)
     lo = torch.empty(count, dtype=torch.float64, device="cpu")
     hi = torch.empty(count, dtype=torch.float64, device="cpu")
     counts = torch.empty((3, count), dtype=torch.int64, device="cpu")
     _native.min_max(x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, lo.data_ptr(), hi.data_ptr(), counts.data_ptr())
-    lo, hi = (_from_order(v.to(dtype), blocks, order) for v in (lo, hi))
+    lo, hi = (from_order(v.to(dtype), blocks, order) for v in (lo, hi))
     if order is None:
         return lo, hi, counts.view(3, *blocks)
-    return lo, hi, torch.stack([_from_order(c, blocks, order) for c in counts])
+    return lo, hi, torch.stack([from_order(c, blocks, order) for c in counts])
 
 
 def histogram(x: Tensor, inverse_width: Tensor, bins: int) -> Tensor:
     """Returns the histogram of the finite values of every block; see csrc/histogram.cc."""
-    x, shape, order = _observable(x, tuple(inverse_width.shape))
+    x, shape, order = observable(x, tuple(inverse_width.shape))
     counts = torch.zeros((inverse_width.numel(), bins), dtype=torch.int64, device="cpu")
-    inverse = _in_order(inverse_width, torch.float32, order, None)
+    inverse = in_order(inverse_width, torch.float32, order, None)
     if x.numel():
         _native.histogram(x.data_ptr(), shape, inverse.data_ptr(), bins // 2, counts.data_ptr())
     if order is None or inverse_width.numel() == 1:
         return counts
-    places = _from_order(torch.arange(len(counts), device="cpu"), tuple(inverse_width.shape), order)
+    places = from_order(torch.arange(len(counts), device="cpu"), tuple(inverse_width.shape), order)
     return counts[places.flatten()]
 
 
-def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor:
+def from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor:
     if order is None or values.numel() == 1:
         return values.reshape(blocks)
     back = [order.index(a) for a in range(len(order))]
@@ -473,7 +473,7 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
         return _observe_in_steps(x, running_min, running_max, options)
     y = torch.empty_like(x)
     mask, mask_address = empty_mask(y, options.mask_kind)
-    state = [_in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
+    state = [in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
     scale = torch.empty(running_min.numel(), dtype=torch.float32, device="cpu")
     zero_point = torch.empty(running_min.numel(), dtype=zero_dtype(options.scale_rule), device="cpu")
     *nonfinite, unseen = _native.observe_fake_quantize(
@@ -486,8 +486,8 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
         checks.refuse_unseen(unseen, running_min.numel())
     for running, updated in zip((running_min, running_max), state, strict=True):
         if updated.data_ptr() != running.data_ptr():
-            running.copy_(_from_order(updated, blocks, order))
-    scale, zero_point = _from_order(scale, blocks, order), _from_order(zero_point, blocks, order)
+            running.copy_(from_order(updated, blocks, order))
+    scale, zero_point = from_order(scale, blocks, order), from_order(zero_point, blocks, order)
     return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite), device="cpu"))
 
 

@@ -173,4 +173,5 @@ RULES: dict[str, Operator] = {
     "min_max": _min_max,
     "choose_qparams": _choose_qparams,
     "observe_fake_quantize": _observe,
+    "observe_into": _observe,
 }
