@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fakequant._util.text import listed
+from fakequant.nn._frozen_weights import Keeping
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._records import DerivedModule, derived_class
 
@@ -31,12 +32,14 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-class QuantizedAdapters(DerivedModule):
+class QuantizedAdapters(DerivedModule, Keeping):
     """The base of tuner layers whose adapters are part of the quantized weight."""
 
     if TYPE_CHECKING:  # what PEFT's class has
         base_layer: Any
         lora_A: Any
+        lora_B: Any
+        scaling: dict[str, float]
         active_adapters: list[str]
         disable_adapters: bool
         merged: bool
@@ -54,8 +57,7 @@ class QuantizedAdapters(DerivedModule):
         adapters = self._summed()
         if not adapters:
             return super().forward(x, *args, **kwargs)
-        weight = self._sum(self.base_layer.weight, adapters)
-        return functional_call(self.base_layer, {"weight": weight}, (x, *args), kwargs)
+        return functional_call(self.base_layer, {"weight": self._kept_sum(adapters)}, (x, *args), kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, as the forward pass does. With `safe_merge` the sums must be finite."""
@@ -75,6 +77,17 @@ class QuantizedAdapters(DerivedModule):
         for name in names:
             _require_plain(self, name)
         return names
+
+    def _kept_sum(self, adapters: list[str]) -> Tensor:
+        weight: Tensor = self.base_layer.weight
+        if self.keeper is None:
+            return self._sum(weight, adapters)
+        factors = [part[name].weight for name in adapters for part in (self.lora_A, self.lora_B)]
+        settings = tuple((name, self.scaling[name]) for name in adapters)
+        return self.keeper.get((weight, *factors), settings, lambda: self._sum(weight, adapters))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "keeper"}
 
     def _sum(self, weight: Tensor, adapters: list[str]) -> Tensor:
         # One after the other, and each sum in the dtype of the weight: the steps of PEFT's `merge`.

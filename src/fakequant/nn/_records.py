@@ -101,7 +101,7 @@ class LayerRecord(Record):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("kind", "_noted")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("kind", "keeper", "_noted")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, kind=find_kind(state["float_class"]))
