@@ -24,6 +24,7 @@ from fakequant._util.text import indented, listed
 from fakequant.nn._adapters import require_merged
 from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS
 from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreached_layers, weight_quantizers
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -278,6 +279,7 @@ def _replace(
         for name, quantizer in list(module._modules.items()):
             if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
+                grids[quantizer].is_plain = name in CACHE_QUANTIZERS
         if isinstance(module, CallQuantizers):
             module.borrowed = {turn: grids[quantizer] for turn, quantizer in module.borrowed.items()}
     kept = {}

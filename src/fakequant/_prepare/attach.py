@@ -9,6 +9,8 @@
     modules that it calls              hooks that pause the watching of functions                prepare
     a module that is called several    hooks that count its calls, also on the module in which   prepare
       times                            these take place
+    attention that takes a cache       quantizers of keys and values, a forward pre-hook and a      prepare
+                                       forward hook
     nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
     the model                          its `Preparation`, a load_state_dict pre-hook, the        prepare
@@ -39,6 +41,7 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS, has_cache_quantizers, replace_cache, require_quantized
 from fakequant.nn._owners import OwnedProduct
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
@@ -138,6 +141,15 @@ def quantize_output(module: Any, args: Any, output: Any) -> Any:
     """The forward hook of `attach_output`. Outputs that are not float tensors pass unchanged."""
     is_float = isinstance(output, Tensor) and output.is_floating_point()
     return module.output_quantizer(output) if is_float and module.output_quantizer is not None else output
+
+
+def attach_cache(module: nn.Module, quantizers: Mapping[str, nn.Module]) -> None:
+    """Makes an attention module quantize the keys and values that it stores in a cache."""
+    record = record_of(module)
+    for name, quantizer in quantizers.items():
+        module.register_module(name, quantizer)
+    record.hooks.append(module.register_forward_pre_hook(replace_cache, with_kwargs=True))
+    record.hooks.append(module.register_forward_hook(require_quantized, with_kwargs=True))
 
 
 def attach_functions(module: nn.Module, quantizers: FunctionQuantizers) -> None:
@@ -306,10 +318,14 @@ def detach_all(model: nn.Module) -> None:
         if isinstance(record, LayerRecord):
             detach_layer(module)
         elif record is not None:
+            has_cache = has_cache_quantizers(module)
             for handle in record.hooks:
                 handle.remove()
             if record.has_output_hook:
                 module._modules.pop("output_quantizer", None)
+            if has_cache:
+                for name in CACHE_QUANTIZERS:
+                    del module._modules[name]
             del module.__dict__[NAME]
         if record is not None and record.nested is not None:
             module.use_nested_tensor = record.nested  # type: ignore[assignment]

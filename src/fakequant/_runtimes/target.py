@@ -146,6 +146,10 @@ class EngineRules:
     # Return why it cannot hold a weight, or quantize an input, with a spec. None if it can.
     reason_against_weight: Callable[[QuantSpec], str | None]
     reason_against_input: Callable[[QuantSpec], str | None]
+    # Returns why it cannot store keys and values with a spec, or None if it can.
+    reason_against_cache: Callable[[QuantSpec], str | None]
+    # Why files do not tell how keys and values are stored. None if they do.
+    why_no_cache: str | None = None
     # The smallest scale that it computes at run time.
     smallest_dynamic_scale: float = EPS
     # Whether the last block of a row may be shorter than the others.

@@ -43,6 +43,8 @@ class GoldenQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.arithmetic, self.eps, self.path = spec, arithmetic, eps, path
+        # Whether it returns ordinary tensors: caches would keep the origins of tracked ones alive.
+        self.is_plain = False
         self.register_buffer("scale", None if scale is None else scale.detach().clone())
         self.register_buffer("zero_point", None if zero_point is None else zero_point.detach().clone())
 
@@ -54,7 +56,7 @@ class GoldenQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x` on the grid, as a tracked tensor if it is an integer grid whose scales vary along no axis."""
         with torch.no_grad():
-            return self._quantized(x)
+            return plain(self._quantized(x)) if self.is_plain else self._quantized(x)
 
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
