@@ -191,8 +191,10 @@ def _require_target(model: nn.Module, target: Target) -> None:
     wrong, has_format = [], True
     for path, module in model.named_modules():
         spec = module.spec if isinstance(module, GoldenQuantizer) else _weight_spec_of(module)
-        if spec is not None and not target.has_format(spec):
-            reason: str | None = f"is {spec}, but the kernels of {target.name} compute with integers"
+        if path.rpartition(".")[2] in CACHE_QUANTIZERS and not target.has_quantized_caches:
+            reason: str | None = f"quantizes what a cache stores, and files of {target.name} have no place for it"
+        elif spec is not None and not target.has_format(spec):
+            reason = f"is {spec}, but the kernels of {target.name} compute with integers"
             has_format = False
         elif isinstance(module, GoldenQuantizer):
             reason = target.reason_against_activation(module.spec)

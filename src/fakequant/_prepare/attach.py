@@ -41,7 +41,7 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
-from fakequant.nn._kv_cache import CACHE_QUANTIZERS, has_cache_quantizers, replace_cache, require_quantized
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS, place_of_cache, replace_cache, require_quantized
 from fakequant.nn._owners import OwnedProduct
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
@@ -50,7 +50,7 @@ from fakequant.nn._quantized_layer import (
     QuantizedLayer,
     quantized_class,
 )
-from fakequant.nn._records import NAME, TOKENS, LayerRecord, Record, find_record
+from fakequant.nn._records import NAME, TOKENS, LayerRecord, Record, find_record, float_class_of
 
 # The buffer of the model that describes what a recorded data flow added; see `fakequant._prepare.flow_state`.
 FLOW_BUFFER = "fakequant_flow"
@@ -146,6 +146,7 @@ def quantize_output(module: Any, args: Any, output: Any) -> Any:
 def attach_cache(module: nn.Module, quantizers: Mapping[str, nn.Module]) -> None:
     """Makes an attention module quantize the keys and values that it stores in a cache."""
     record = record_of(module)
+    record.cache = place_of_cache(float_class_of(module))
     for name, quantizer in quantizers.items():
         module.register_module(name, quantizer)
     record.hooks.append(module.register_forward_pre_hook(replace_cache, with_kwargs=True))
@@ -318,12 +319,11 @@ def detach_all(model: nn.Module) -> None:
         if isinstance(record, LayerRecord):
             detach_layer(module)
         elif record is not None:
-            has_cache = has_cache_quantizers(module)
             for handle in record.hooks:
                 handle.remove()
             if record.has_output_hook:
                 module._modules.pop("output_quantizer", None)
-            if has_cache:
+            if record.cache is not None:
                 for name in CACHE_QUANTIZERS:
                     del module._modules[name]
             del module.__dict__[NAME]

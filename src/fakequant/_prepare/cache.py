@@ -73,6 +73,8 @@ def _fitted(config: QuantConfig, dtype: str) -> QuantSpec:
     if spec.axis is not None and spec.axis < 0 and spec.granularity == "channel":
         spec = dataclasses.replace(spec, axis=4 + spec.axis)
     reason = reason_against(spec)
+    if not target.has_quantized_caches:
+        reason = f"files of {target.name} have no place for it"
     if reason is None and target.engine is not None:
         reason = target.engine.reason_against_cache(spec)
     if reason is not None:

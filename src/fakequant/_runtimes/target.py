@@ -182,6 +182,8 @@ class Target:
     has_float_formats: bool = False
     # Whether it computes with the block types of ggml.
     has_ggml_types: bool = False
+    # Whether files can say that keys and values in the cache of attention are quantized.
+    has_quantized_caches: bool = True
     # Whether it has kernels for transposed convolutions along three axes, in integers or in float.
     has_volumes: bool = True
     # Set for engines that multiply dequantized weights. None for runtimes that compute with codes.

@@ -10,12 +10,12 @@ one without a cache too, as in training. So attention computes with the same qua
 """
 
 import inspect
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from fakequant.nn._function_calls import not_watched
+from fakequant.nn._records import find_record
 
 # The children that quantize keys and values.
 KEY, VALUE = CACHE_QUANTIZERS = ("key_quantizer", "value_quantizer")
@@ -46,9 +46,12 @@ class QuantizedCache:
         return getattr(self._cache, name)
 
 
-@lru_cache(maxsize=1024)
-def _place_of_cache(cls: type[nn.Module]) -> tuple[str, int] | None:
-    """Returns the name and the position of the argument that is the cache, or None if there is none."""
+def place_of_cache(cls: type[nn.Module]) -> tuple[str, int] | None:
+    """Returns the name and the position of the argument of attention that is the cache, or None if there is none.
+
+    >>> place_of_cache(nn.Linear) is None
+    True
+    """
     for number, name in enumerate(inspect.signature(cls.forward).parameters):
         if name in _ARGUMENTS:
             return name, number - 1  # without `self`
@@ -66,7 +69,7 @@ def caching_modules(model: nn.Module) -> dict[str, nn.Module]:
     found = {
         path: module
         for path, module in model.named_modules()
-        if getattr(module, "layer_idx", None) is not None and _place_of_cache(type(module)) is not None
+        if getattr(module, "layer_idx", None) is not None and place_of_cache(type(module)) is not None
     }
     return {path: module for path, module in found.items() if not any(p.startswith(f"{path}.") for p in found)}
 
@@ -82,15 +85,18 @@ def quantized_caches(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def has_cache_quantizers(module: nn.Module) -> bool:
-    """Returns True for an attention module whose keys and values are quantized."""
-    return replace_cache in module._forward_pre_hooks.values()
+    """Returns True for an attention module whose keys and values are quantized.
+
+    >>> has_cache_quantizers(nn.Linear(2, 2))
+    False
+    """
+    record = find_record(module)
+    return record is not None and record.cache is not None
 
 
-def replace_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def replace_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook of attention modules: replaces the cache among the arguments, or the lack of one."""
-    place = _place_of_cache(type(module))
-    assert place is not None
-    name, number = place
+    name, number = module._fakequant.cache
     if number < len(args):
         return (*args[:number], QuantizedCache(module, args[number]), *args[number + 1 :]), kwargs
     return args, {**kwargs, name: QuantizedCache(module, kwargs.get(name))}

@@ -61,7 +61,7 @@ class GoldenQuantizer(nn.Module):
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
-        if not self.spec.is_integer:
+        if not self.spec.is_integer or (self.scale is None and self.spec.granularity == "group"):
             return self._rounded(plain(x))
         grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
         if grid.scale.dim() > 0 and was_moved(origin):
@@ -72,7 +72,10 @@ class GoldenQuantizer(nn.Module):
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """Returns `x` on the grid of a float format, or with block scales: layers compute with these as floats."""
+        """Returns `x` on the grid of a float format, or with scales of blocks or groups that follow the data.
+
+        Layers compute with these as floats.
+        """
         if self.scale is not None:
             return fake_quantize(x, self.scale, 0, self.spec)
         blocks = blocks_of(tuple(x.shape), self.spec).parameters
