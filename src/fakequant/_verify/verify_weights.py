@@ -179,9 +179,9 @@ def _compare_layers(
     expected = {layer.path: layer for layer in prepared if not isinstance(layer.layer, ExpertProduct)}
     caching = [path for path, layer in ran.layers.items() if not layer.weight and layer.input is not None]
     for path in caching:
-        given = ran.layers[path].input or {}
-        if cache is None or any(given.get(name) != value for name, value in cache.items()):
-            _differ(reports, path, 1, f"transformers quantizes keys and values as {given}, not as {cache}")
+        kept = ran.layers[path].input or {}
+        if cache is None or any(kept.get(name) != value for name, value in cache.items()):
+            _differ(reports, path, 1, f"transformers quantizes keys and values as {kept}, not as {cache}")
     for path in sorted({*ran.layers, *expected}.difference(caching)):
         theirs, ours = ran.layers.get(path), expected.get(path)
         if theirs is None or ours is None:
