@@ -43,6 +43,7 @@ from fakequant.nn._function_calls import (
 )
 from fakequant.nn._kv_cache import CACHE_QUANTIZERS, place_of_cache, replace_cache, require_quantized
 from fakequant.nn._owners import OwnedProduct
+from fakequant.nn._packed_weights import PackedLayer, unpack
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
     QUANTIZERS,
@@ -116,6 +117,8 @@ def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str,
 
 def detach_layer(layer: nn.Module) -> None:
     """Turns a prepared layer back into the float layer, without quantizers and hooks."""
+    if isinstance(layer, PackedLayer):
+        unpack(layer)
     record = layer.__dict__.pop(NAME)
     for handle in record.hooks:
         handle.remove()

@@ -77,6 +77,8 @@ class Quantization(LayerRecord, Keeping):
     deploys_bias: bool = False
     # Whether the bias is deployed as a float, whatever the scale of the sums.
     has_float_bias: bool = False
+    # The shape and the dtype of the weight, if it is held as codes; see `_packed_weights.py`.
+    packed: tuple[tuple[int, ...], torch.dtype] | None = None
     # The last result of `weight_shift`, with the spec it is for.
     _shift: tuple[QuantSpec, int] | None = dataclasses.field(default=None, init=False)
     # What was last written to the buffer `TOKENS`, and the buffer's version then.

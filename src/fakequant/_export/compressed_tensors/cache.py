@@ -32,11 +32,8 @@ def cache_scheme(model: PreTrainedModel) -> Args | None:
     left = [path for path in caching_modules(model) if path not in found]
     specs = {quantizer.spec for quantizers in found.values() for quantizer in quantizers.values()}
     if left or len(specs) > 1:
-        what = (
-            f"those of {listed(left)} stay in float"
-            if left
-            else f"they have the specs {listed(sorted(map(str, specs)))}"
-        )
+        names = listed(left or sorted(map(str, specs)))
+        what = f"those of {names} stay in float" if left else f"they have the specs {names}"
         raise ValueError(
             f"Keys and values have one scheme for the whole folder in compressed-tensors, but {what}.\n"
             "Quantize those of all attention modules in the same way, or of none."
