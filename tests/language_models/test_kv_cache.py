@@ -216,7 +216,8 @@ def test_compiled_models_and_diagnoses():
 @pytest.mark.parametrize(("name", "spec"), [("llama", "fp8"), ("qwen3", "head"), ("mixtral", "int8")])
 def test_folders_have_the_scheme_and_the_scales(name, spec, tmp_path, here):
     model = prepared(name, spec, target=TARGET)
-    fq.export_compressed_tensors(model, tmp_path / "folder")
+    report = fq.export_compressed_tensors(model, tmp_path / "folder")
+    assert f"keys and values in the cache: {attention(model).key_quantizer.spec}" in str(report)
     written = json.loads((tmp_path / "folder" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
     strategy = "attn_head" if spec == "head" else "tensor"
     kind = "float" if spec == "fp8" else "int"

@@ -25,6 +25,7 @@ from fakequant._util.files import writing_folder
 from fakequant._util.packages import require
 from fakequant._util.text import listed, table
 from fakequant.nn._experts import ExpertProduct
+from fakequant.nn._kv_cache import quantized_caches
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
 
@@ -49,6 +50,7 @@ class CompressedTensorsExport:
         float_bytes: The size of the same tensors in the model's dtype.
         quantized_bytes: The size of the quantized layers' tensors, which `bytes` includes.
         quantized_float_bytes: The size of the quantized weights in the model's dtype.
+        cache: The spec of keys and values in the cache; "" if they stay in float.
     """
 
     folder: str
@@ -59,6 +61,7 @@ class CompressedTensorsExport:
     float_bytes: int
     quantized_bytes: int
     quantized_float_bytes: int
+    cache: str = ""
 
     def __str__(self) -> str:
         specs = Counter(self.layers.values())
@@ -68,6 +71,8 @@ class CompressedTensorsExport:
             f"layers {share:.1%} of their size in float",
             table(["layers", "weight and input"], [[number, spec] for spec, number in specs.items()]),
         ]
+        if self.cache:
+            lines.append(f"keys and values in the cache: {self.cache}")
         if self.ignored:
             lines.append(f"in float: {listed(self.ignored, most=8)}")
         return "\n".join(lines)
@@ -333,4 +338,5 @@ def _report(folder: str | os.PathLike[str], model: PreTrainedModel, contents: Co
         float_bytes=everything - stored + in_float,
         quantized_bytes=stored,
         quantized_float_bytes=in_float,
+        cache=next((str(q.spec) for found in quantized_caches(model).values() for q in found.values()), ""),
     )
