@@ -208,6 +208,11 @@ def test_compiled_models_and_diagnoses():
     assert rows["model.layers.1.self_attn.value_quantizer"].output == "e4m3fn, per tensor"
     assert fq.health(model)
     assert fq.compare(make(), model, [batch()]).layers
+    config = recipes.int4_weight_only(32, kv_cache=SPECS["int8"]).skip(type="Linear").skip(type="Embedding")
+    ranked = fq.sensitivity(make(), config, data=[batch()], progress=False)  # of keys and values only
+    assert {layer.path: layer.cost != 0 for layer in ranked.layers} == {
+        f"model.layers.{number}.self_attn": True for number in range(2)
+    }
 
 
 # --- folders --------------------------------------------------------------------------------------------
