@@ -129,8 +129,8 @@ def quantize_adapters(model: nn.Module, *, packed: bool = False) -> nn.Module:
         model: A prepared model with adapters: the result of `peft.get_peft_model`, or a model with `add_adapter`.
         packed: Whether layers with adapters hold their own weight as packed codes, until it is merged. The weight is
             replaced by its values on the grid, W := dequantize(quantize(W)), and the scales are frozen, so that packing
-            changes no output. 4-bit weights in groups of 32 then take 0.16 of their memory in float32. The sum is
-            computed again in the backward pass.
+            changes no output of adapters that are still 0. 4-bit weights in groups of 32 then take 0.16 of their memory
+            in float32. The sum is computed again in the backward pass.
 
     Raises:
         ValueError: If no quantized layer has LoRA adapters, or if adapters change more than the weight: DoRA and other
