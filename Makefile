@@ -80,6 +80,8 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json
+	$(PY) benchmarks/text_recipes.py --json benchmarks/results/latest-text-recipes.json
+	$(PY) benchmarks/bench_language_model.py --json benchmarks/results/latest-language-model.json
 	$(PY) benchmarks/bench_language_model_export.py --json benchmarks/results/latest-language-model-export.json
 
 build: $(VENV)/.built

@@ -61,6 +61,7 @@ NN = [
     "Quantizer",
     "compute",
     "from_torch_ao",
+    "frozen_weights",
     "name_quantizers",
     "named_quantizers",
     "param_groups",

@@ -150,6 +150,10 @@ class QuantConfig:
     # which the model calls its layers. Layers that a rule matches are not affected. If None, the first and the last
     # layer are treated like all others.
     first_last_bits: int | None = None
+    # If set, quantize the keys and values that attention modules of transformers store in a cache, in training and
+    # without a cache too. They have the shape (batch, heads, tokens, features), and scales per tensor, per head
+    # (axis=1), per token or per group of features (axis=-1). Scales per tensor and per head are calibrated.
+    kv_cache: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         _runtimes.find(self.target)
@@ -161,6 +165,8 @@ class QuantConfig:
             raise TypeError(f"`default` must be a LayerConfig or None, got {self.default!r}.")
         if self.operands is not None and not isinstance(self.operands, QuantSpec):
             raise TypeError(f"`operands` must be a QuantSpec or None, got {self.operands!r}.")
+        if self.kv_cache is not None and not isinstance(self.kv_cache, QuantSpec):
+            raise TypeError(f"`kv_cache` must be a QuantSpec or None, got {self.kv_cache!r}.")
         for name in ("save_codes", "attention"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
@@ -206,6 +212,7 @@ class QuantConfig:
             "save_codes": self.save_codes,
             "target": self.target,
             "first_last_bits": self.first_last_bits,
+            "kv_cache": self.kv_cache and self.kv_cache.to_dict(),
         }
 
     @classmethod
@@ -215,8 +222,9 @@ class QuantConfig:
         read = dict(fields)
         if read.get("default") is not None:
             read["default"] = LayerConfig.from_dict(read["default"])
-        if read.get("operands") is not None:
-            read["operands"] = QuantSpec.from_dict(read["operands"])
+        for name in ("operands", "kv_cache"):
+            if read.get(name) is not None:
+                read[name] = QuantSpec.from_dict(read[name])
         rules = []
         given = read.get("rules", ())
         if not isinstance(given, (list, tuple)):

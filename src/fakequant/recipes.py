@@ -10,6 +10,8 @@ fp8_block          FP8 weights in blocks of 128 x 128, FP8 inputs in groups of 1
 mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with block scales
 mxfp4_weight_only  MXFP4 weights, activations in float; nvfp4_weight_only the same with NVFP4
 gguf               weights in a block type of llama.cpp, inputs as its kernels round them
+
+Recipes for language models take `kv_cache`, the spec of keys and values in the cache; see `QuantConfig.kv_cache`.
 """
 
 from typing import Literal
@@ -40,7 +42,7 @@ def int8(*, target: str = "generic") -> QuantConfig:
     return QuantConfig(default=layer, operands=presets.uint8(), target=target)
 
 
-def int8_dynamic(*, target: str = "generic") -> QuantConfig:
+def int8_dynamic(*, target: str = "generic", kv_cache: QuantSpec | None = None) -> QuantConfig:
     """8-bit weights per channel and 8-bit activations with ranges determined at run time.
 
     Activations are quantized per token. Inputs of convolutions are quantized per tensor, and so are all activations for
@@ -50,10 +52,12 @@ def int8_dynamic(*, target: str = "generic") -> QuantConfig:
     'token'
     """
     layer = LayerConfig(weight=presets.int8(), input=presets.int8_per_token(), activation_observer=Dynamic())
-    return QuantConfig(default=layer, target=target).rule(type="_ConvNd", input=presets.uint8())
+    return QuantConfig(default=layer, target=target, kv_cache=kv_cache).rule(type="_ConvNd", input=presets.uint8())
 
 
-def int4_weight_only(group_size: int | None = 32, *, target: str = "generic") -> QuantConfig:
+def int4_weight_only(
+    group_size: int | None = 32, *, target: str = "generic", kv_cache: QuantSpec | None = None
+) -> QuantConfig:
     """4-bit weights and float activations.
 
     `group_size` neighbouring weights along the last axis share a scale. Convolutions have one scale per output channel.
@@ -61,7 +65,9 @@ def int4_weight_only(group_size: int | None = 32, *, target: str = "generic") ->
     >>> int4_weight_only(64).default.weight.group_size
     64
     """
-    config = QuantConfig(default=LayerConfig(weight=presets.int4(group_size=group_size)), target=target)
+    config = QuantConfig(
+        default=LayerConfig(weight=presets.int4(group_size=group_size)), target=target, kv_cache=kv_cache
+    )
     return config.rule(type="_ConvNd", weight=presets.int4(group_size=None))
 
 
@@ -97,7 +103,9 @@ def lsq(
     return QuantConfig(default=layer, operands=activations, target=target, first_last_bits=first_last_bits)
 
 
-def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn", target: str = "generic") -> QuantConfig:
+def fp8(
+    *, format: Literal["e4m3fn", "e5m2"] = "e4m3fn", target: str = "generic", kv_cache: QuantSpec | None = None
+) -> QuantConfig:
     """FP8 weights per channel and FP8 activations per tensor.
 
     `format` is used for activations and weights: "e4m3fn" has more precision, "e5m2" more range.
@@ -107,10 +115,10 @@ def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn", target: str = "generic"
     """
     activations = QuantSpec(format=format)
     layer = LayerConfig(weight=QuantSpec(format=format, axis=0), input=activations)
-    return QuantConfig(default=layer, operands=activations, target=target)
+    return QuantConfig(default=layer, operands=activations, target=target, kv_cache=kv_cache)
 
 
-def fp8_block(size: int = 128, *, target: str = "generic") -> QuantConfig:
+def fp8_block(size: int = 128, *, target: str = "generic", kv_cache: QuantSpec | None = None) -> QuantConfig:
     """FP8 weights with a scale per block of `size` x `size`, and FP8 inputs with a scale per `size` neighbours.
 
     This is DeepSeek's scheme. Inputs follow the data: nothing has to be calibrated. Convolutions have one scale per
@@ -124,11 +132,13 @@ def fp8_block(size: int = 128, *, target: str = "generic") -> QuantConfig:
     layer = LayerConfig(
         weight=presets.fp8_e4m3(group_size=size, group_rows=size), input=presets.fp8_e4m3(group_size=size)
     )
-    config = QuantConfig(default=layer, target=target)
+    config = QuantConfig(default=layer, target=target, kv_cache=kv_cache)
     return config.rule(type="_ConvNd", weight=presets.fp8_e4m3(axis=0), input=presets.fp8_e4m3())
 
 
-def mxfp8(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantConfig:
+def mxfp8(
+    *, scale_rule: ScaleRule = "floor", target: str = "generic", kv_cache: QuantSpec | None = None
+) -> QuantConfig:
     """MXFP8 weights and inputs: e4m3fn in blocks of 32 along the axis that products sum over.
 
     Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
@@ -137,19 +147,23 @@ def mxfp8(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantC
     e4m3fn, per group of 32 on axis -1, scales e8m0 (floor)
     """
     spec = presets.mxfp8(scale_rule=scale_rule)
-    return QuantConfig(default=LayerConfig(weight=spec, input=spec), target=target)
+    return QuantConfig(default=LayerConfig(weight=spec, input=spec), target=target, kv_cache=kv_cache)
 
 
-def mxfp4_weight_only(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantConfig:
+def mxfp4_weight_only(
+    *, scale_rule: ScaleRule = "floor", target: str = "generic", kv_cache: QuantSpec | None = None
+) -> QuantConfig:
     """MXFP4 weights, e2m1 in blocks of 32 along the axis that products sum over, and float activations.
 
     >>> mxfp4_weight_only().default.weight.bits, mxfp4_weight_only().default.input
     (4, None)
     """
-    return QuantConfig(default=LayerConfig(weight=presets.mxfp4(scale_rule=scale_rule)), target=target)
+    return QuantConfig(
+        default=LayerConfig(weight=presets.mxfp4(scale_rule=scale_rule)), target=target, kv_cache=kv_cache
+    )
 
 
-def nvfp4(*, target: str = "generic") -> QuantConfig:
+def nvfp4(*, target: str = "generic", kv_cache: QuantSpec | None = None) -> QuantConfig:
     """NVFP4 weights and inputs: e2m1 in blocks of 16 along the axis that products sum over.
 
     Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
@@ -157,16 +171,18 @@ def nvfp4(*, target: str = "generic") -> QuantConfig:
     >>> print(nvfp4().default.weight)
     e2m1, per group of 16 on axis -1, scales e4m3fn
     """
-    return QuantConfig(default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()), target=target)
+    return QuantConfig(
+        default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()), target=target, kv_cache=kv_cache
+    )
 
 
-def nvfp4_weight_only(*, target: str = "generic") -> QuantConfig:
+def nvfp4_weight_only(*, target: str = "generic", kv_cache: QuantSpec | None = None) -> QuantConfig:
     """NVFP4 weights, e2m1 in blocks of 16 along the axis that products sum over, and float activations.
 
     >>> nvfp4_weight_only().default.weight.bits, nvfp4_weight_only().default.input
     (4, None)
     """
-    return QuantConfig(default=LayerConfig(weight=presets.nvfp4()), target=target)
+    return QuantConfig(default=LayerConfig(weight=presets.nvfp4()), target=target, kv_cache=kv_cache)
 
 
 def gguf(
@@ -175,6 +191,7 @@ def gguf(
     learned: bool = False,
     activations: bool = True,
     target: str = "llama.cpp",
+    kv_cache: QuantSpec | None = None,
 ) -> QuantConfig:
     """Weights in a block type of GGUF files, and inputs of linear layers as the kernels of llama.cpp round them.
 
@@ -187,6 +204,8 @@ def gguf(
             error, instead of following the range of each block. With few bits this is much better.
         activations: Whether inputs are rounded to 8 bits, in training and evaluation, as llama.cpp does on CPUs.
         target: The runtime that the model is trained for.
+        kv_cache: The block type of keys and values, such as `presets.q8_0()`. llama.cpp must be told so when it runs,
+            with --cache-type-k and --cache-type-v. Files do not tell: export with these quantizers switched off.
 
     >>> gguf("q4_0").default.weight.ggml_type, gguf("q4_0").default.input.ggml_type
     ('q4_0', 'q8_0_input')
@@ -205,7 +224,7 @@ def gguf(
         )
     table, of_table = _GGUF_TYPES["q6_k" if type in SUPER_BLOCKS else "q8_0"]
     layer = LayerConfig(weight=weight, input=rounded if activations else None, learned=learned)
-    config = QuantConfig(default=layer, target=target)
+    config = QuantConfig(default=layer, target=target, kv_cache=kv_cache)
     return config.rule(type="Embedding", weight=table, input=None, learned=False).rule(
         "*lm_head", weight=table, input=of_table if activations else None, learned=False
     )

@@ -147,6 +147,134 @@ def unprepared():
     return llama()
 
 
+# --- the weight as codes ------------------------------------------------------------------------------
+
+
+def weights_of(spec, **more):
+    return fq.QuantConfig(default=fq.LayerConfig(weight=spec, **more)).skip(type="Embedding")
+
+
+PACKED = {
+    "int4": recipes.int4_weight_only(),
+    "channels": weights_of(fq.QuantSpec(bits=3, axis=0, symmetric=False, signed=False)),
+    "nvfp4": recipes.nvfp4_weight_only(),
+    "q4_0": recipes.gguf("q4_0"),
+    "learned": weights_of(fq.presets.int4(), learned=True),
+    "w8a8": recipes.int8_dynamic(),
+}
+
+
+def with_weights_on_the_grid(model):
+    """Returns a copy whose layers with adapters have, as floats, the weights and scales that they have when packed."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if hasattr(module, "base_layer"):
+            base, quantizer = module.base_layer, module.base_layer.weight_quantizer
+            with torch.no_grad():
+                base.weight.copy_(quantizer.eval()(base.weight))
+            if isinstance(quantizer, fq.nn.FakeQuantize):
+                quantizer.frozen = True
+    return made
+
+
+@pytest.mark.parametrize("config", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize(
+    ("make", "targets", "dtype"),
+    [(llama, ["q_proj", "down_proj"], torch.float32), (llama, ["q_proj"], torch.bfloat16),
+     (gpt2, ["c_attn", "c_fc"], torch.float32)],
+    ids=["llama", "bfloat16", "gpt2"],
+)  # fmt: skip
+def test_packed_weights_compute_what_floats_on_the_grid_do(make, targets, dtype, config):
+    torch.manual_seed(0)
+    model = fq.prepare(make().to(dtype), config)
+    if make is gpt2 and config is PACKED["q4_0"]:
+        pytest.skip("its layers stay in float")
+    alone = outputs(model)
+    model = adapted(model, targets, init_lora_weights=True)  # B is 0
+    floats = quantize_adapters(with_weights_on_the_grid(model))
+    model = quantize_adapters(model, packed=True)
+    assert_same_bits(outputs(model), alone)
+    layers = [m for m in model.modules() if type(m).__name__.startswith("Packed")]
+    assert len(layers) == len(targets)
+    assert all(layer._parameters["weight"] is None for layer in layers)
+    for one in (model, floats):
+        torch.manual_seed(2)  # of dropout
+        train(one)
+    wanted = outputs(floats)
+    assert not torch.equal(wanted, alone)
+    assert_same_bits(outputs(model), wanted)
+    trained = dict(floats.named_parameters())
+    for name, value in model.named_parameters():
+        assert_same_bits(value, trained[name], name)
+    with fq.nn.frozen_weights(model):
+        assert_same_bits(outputs(model), wanted)
+        assert_same_bits(outputs(model), wanted)
+    other = quantize_adapters(adapted(fq.prepare(make().to(dtype), config), targets), packed=True)
+    other.load_state_dict(model.state_dict())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
+        assert_same_bits(outputs(copied), wanted)
+        assert_same_bits(outputs(copied.merge_and_unload()), wanted)
+    merged = model.merge_and_unload()
+    assert type(merged) is make().__class__
+    assert_same_bits(outputs(merged), wanted)
+    assert list(merged.state_dict()) == list(fq.prepare(make().to(dtype), config).state_dict())
+
+
+def test_packed_weights_take_less_memory_also_in_training():
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False))
+    kept, sizes = {}, []
+    for packed in (False, True):
+        model = fq.prepare(copy.deepcopy(layer), recipes.int4_weight_only())
+        tuner = quantize_adapters(adapted(model, ["0"]), packed=packed).base_model.model[0]
+        tensors = tuner.base_layer.packed_tensors() if packed else [tuner.base_layer.weight]
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        kept.clear()
+
+        def keep(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            tuner(torch.randn(4, 512, requires_grad=True))
+        sizes.append(sum(kept.values()))
+    assert sizes[2] <= 0.16 * sizes[0]
+    assert sizes[1] >= 4 * 512 * 512
+    assert sizes[3] < 0.05 * sizes[1]
+
+
+def test_packed_weights_move_and_unprepare():
+    model = prepared()
+    wrapped = quantize_adapters(adapted(model, ["q_proj"]), packed=True)
+    layer = model.model.layers[0].self_attn.q_proj.base_layer
+    scale, values = layer.weight_scale, layer.weight
+    wrapped.to(torch.bfloat16)
+    assert layer.weight_scale.dtype == torch.float32
+    assert_same_bits(layer.weight_scale, scale)
+    assert wrapped.eval()(**BATCH)[0].dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.bfloat16
+    wrapped.float()
+    assert_same_bits(layer.weight, values)
+    with pytest.raises(ValueError, match="not merged into it"):
+        fq.convert(model)
+    fq.unprepare(model)
+    assert type(layer) is torch.nn.Linear
+    assert_same_bits(layer.weight, values)
+    assert list(layer.state_dict()) == ["weight"]
+
+
+def test_weights_that_cannot_be_packed():
+    model = prepared()
+    wrapped = adapted(model, ["q_proj", "v_proj"])
+    model.model.layers[0].self_attn.v_proj.base_layer.weight_quantizer.quantizing = False
+    with pytest.raises(ValueError, match="v_proj cannot be held as codes: its quantizer is switched off"):
+        quantize_adapters(wrapped, packed=True)
+    assert model.model.layers[0].self_attn.q_proj.base_layer._parameters["weight"] is not None
+    wide = adapted(prepared(config=weights_of(fq.QuantSpec(bits=12, axis=0))), ["q_proj"])
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        quantize_adapters(wide, packed=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -105,6 +105,45 @@ def test_excluded_classes_add_nothing():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("shape", [(5, 7, 16), (3, 16), (70, 70)])
+def test_many_scores_are_compared_in_parts(shape, monkeypatch):
+    """With the same bits, and without tensors as large as all scores that are kept for the backward pass."""
+    torch.manual_seed(0)
+    aim, scores = torch.randn(shape), torch.randn(shape)
+    scores[..., 3] = -math.inf
+    aim[..., 3] = -math.inf
+    student = fq.prepare(nn.Sequential(nn.Linear(2, 2)), fq.recipes.int8_dynamic())
+    like_float = fq.distill(student, Constant(aim), temperature=2.0)
+    found = []
+    for part in (1 << 22, 64):
+        monkeypatch.setattr("fakequant._train.distill._PART", part)
+        y, kept = scores.clone().requires_grad_(), {}
+
+        def keep(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = like_float(y, aim)
+        loss.backward()
+        for own in (y, aim):
+            kept.pop(own.untyped_storage().data_ptr(), None)
+        found.append((loss.detach(), y.grad, max(kept.values(), default=0)))
+    assert_same_bits(found[0][0], found[1][0])
+    assert_same_bits(found[0][1], found[1][1])
+    assert found[0][2] >= aim.nbytes
+    assert found[1][2] < aim.nbytes or aim.numel() <= 64
+
+
+class Constant(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def forward(self, x):
+        return self.result
+
+
 def test_other_results_are_compared_by_squared_error():
     model = student()
     teacher = float_of(model)

@@ -24,6 +24,7 @@ from fakequant._util.text import indented, listed
 from fakequant.nn._adapters import require_merged
 from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS
 from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreached_layers, weight_quantizers
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -211,8 +212,10 @@ def _require_target(model: nn.Module, target: Target) -> None:
     wrong, has_format = [], True
     for path, module in model.named_modules():
         spec = module.spec if isinstance(module, GoldenQuantizer) else _weight_spec_of(module)
-        if spec is not None and not target.has_format(spec):
-            reason: str | None = f"is {spec}, but the kernels of {target.name} compute with integers"
+        if path.rpartition(".")[2] in CACHE_QUANTIZERS and not target.has_quantized_caches:
+            reason: str | None = f"quantizes what a cache stores, and files of {target.name} have no place for it"
+        elif spec is not None and not target.has_format(spec):
+            reason = f"is {spec}, but the kernels of {target.name} compute with integers"
             has_format = False
         elif isinstance(module, GoldenQuantizer):
             reason = target.reason_against_activation(module.spec)
@@ -299,6 +302,7 @@ def _replace(
         for name, quantizer in list(module._modules.items()):
             if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
+                grids[quantizer].is_plain = name in CACHE_QUANTIZERS
         if isinstance(module, CallQuantizers):
             module.borrowed = {turn: grids[quantizer] for turn, quantizer in module.borrowed.items()}
     kept = {}

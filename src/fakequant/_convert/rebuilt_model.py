@@ -23,6 +23,7 @@ from fakequant._convert.fold_batch_norm import Folded, remove_norm
 from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, has_call_grids
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._prepare.attach import (
+    attach_cache,
     attach_functions,
     attach_layer,
     attach_output,
@@ -36,6 +37,7 @@ from fakequant._prepare.repeated_calls import RepeatedCalls
 from fakequant._runtimes.arithmetic import ARITHMETICS
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CHILD, FunctionQuantizers
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._owners import OwnedProduct, is_owner, owner_record, products_of, release_from_owner
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, input_grids_of
@@ -74,15 +76,23 @@ def rebuild(model: nn.Module, described: Description, state: State, file: File) 
     repeated = RepeatedCalls({path: Repeated(*found) for path, found in described["repeated"].items()})
     slots = _make_slots(described["slots"], grids, repeated)
     of_functions = {path for path in slots if path.split(".")[-2:-1] == [CHILD]}
+    caches: dict[str, dict[str, Any]] = {}
     for path, slot in slots.items():
         if path in of_functions:
             continue
         parent, _, name = path.rpartition(".")
+        if name in CACHE_QUANTIZERS:
+            caches.setdefault(parent, {})[name] = slot
+            continue
         module = model.get_submodule(parent)
         if isinstance(module, (IntegerLayer, Folded)) or name in module._modules:
             module._modules[name] = slot
         else:
             attach_output(module, slot)
+    for path, quantizers in caches.items():
+        attach_cache(model.get_submodule(path), quantizers)
+        for quantizer in quantizers.values():
+            quantizer.is_plain = True
     for path, functions in described["functions"].items():
         _make_functions(model, path, functions, slots)
     repeated.attach(model)

@@ -18,6 +18,7 @@ from fakequant.config import LayerConfig
 from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import CallingModule
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS, has_cache_quantizers
 from fakequant.nn._layer_kinds import LayerKind
 from fakequant.nn._owners import stored_weight
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of, input_grids_of, kind_of
@@ -31,7 +32,7 @@ _WIDEST = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SwitchedLayer:
-    """A quantized layer, or another module that quantizes its output or outputs of functions in its code."""
+    """A quantized layer, or another module that quantizes its output, results of functions in its code, or a cache."""
 
     path: str
     kind: str
@@ -58,13 +59,17 @@ def find_switched_layers(model: nn.Module) -> list[SwitchedLayer]:
     return [
         _switched_layer(path, module, attentions.get(module))
         for path, module in model.named_modules()
-        if isinstance(module, QuantizedLayer) or path in outputs or _quantizers_of_functions(module)
+        if isinstance(module, QuantizedLayer)
+        or path in outputs
+        or _quantizers_of_functions(module)
+        or has_cache_quantizers(module)
     ]
 
 
 def _switched_layer(path: str, module: nn.Module, part_of: str | None) -> SwitchedLayer:
     if not isinstance(module, QuantizedLayer):
         found = [*_quantizers_of_functions(module), *quantizers_in(module._modules.get("output_quantizer"))]
+        found += [getattr(module, name) for name in CACHE_QUANTIZERS if has_cache_quantizers(module)]
         kind, bits = float_class_of(module).__name__, found[0].spec.bits
         return SwitchedLayer(
             path=path, kind=kind, module=module, quantizers=found, weights=0, bits=bits, float_bits=0, part_of=part_of

@@ -69,7 +69,8 @@ def load_grids(
         )
         for path, layer in stored.layers.items()
     )
-    prepare(model, QuantConfig(rules=rules, target=stored.target), example)
+    cache = next((grid.spec for grid in stored.cache.values()), None)
+    prepare(model, QuantConfig(rules=rules, target=stored.target, kv_cache=cache), example)
     _require_quantized(model, stored)
     own = _own_tensors(model)
     for name, value in stored.tensors.items():
@@ -86,6 +87,10 @@ def load_grids(
         _set(prepared.weight_quantizer, layer.weight)
         if layer.input is not None and layer.input.scale is not None:
             _set(prepared.input_quantizer, layer.input)
+    for path, grid in stored.cache.items():
+        quantizer = model.get_submodule(path)
+        assert isinstance(quantizer, Quantizer)
+        _set(quantizer, grid)
     return model
 
 

@@ -38,5 +38,7 @@ class LoadedModel:
     layers: dict[str, LoadedLayer]
     # All other parameters and buffers, by name.
     tensors: dict[str, Tensor]
+    # The grids of keys and values in caches, by the path of the quantizer in a prepared model.
+    cache: dict[str, LoadedGrid] = dataclasses.field(default_factory=dict)
     # The names in `tensors` whose values were codes of a type that has no grid here, each with that type.
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -16,6 +16,7 @@ from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import CallingModule
+from fakequant.nn._kv_cache import quantized_caches
 from fakequant.nn._model_quantizers import has_scale, named_quantizers
 from fakequant.nn._owners import is_owner, products_of
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
@@ -116,6 +117,7 @@ def prepared_layers(model: nn.Module, target: Target) -> Iterator[PreparedLayer]
     """
     require_merged(model)
     _require_layers_only(model, target)
+    _require_place_of_cache(model, target)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLayer) or module.weight_quantizer is None:
             continue
@@ -169,6 +171,19 @@ def _require_layers_only(model: nn.Module, target: Target) -> None:
             f"quantize other results.\nPrepare the model with target={target.name!r}, or with `operands=None` and "
             "without `output`."
         )
+
+
+def _require_place_of_cache(model: nn.Module, target: Target) -> None:
+    """Raises ValueError if keys or values are quantized in a way that the files of a target do not tell."""
+    assert target.engine is not None
+    for path, quantizers in quantized_caches(model).items():
+        for name, quantizer in quantizers.items():
+            reason = target.engine.why_no_cache or target.engine.reason_against_cache(quantizer.spec)
+            if reason is not None:
+                raise ValueError(
+                    f"{path}.{name} is {quantizer.spec}, which {target.name} cannot store: {reason}.\n"
+                    "Set `quantizing` of all key and value quantizers to False to export the model without them."
+                )
 
 
 def _reason_against(layer: QuantizedLayer, target: Target) -> str | None:

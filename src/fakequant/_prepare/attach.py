@@ -9,6 +9,8 @@
     modules that it calls              hooks that pause the watching of functions                prepare
     a module that is called several    hooks that count its calls, also on the module in which   prepare
       times                            these take place
+    attention that takes a cache       quantizers of keys and values, a forward pre-hook and a      prepare
+                                       forward hook
     nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
     the model                          its `Preparation`, a load_state_dict pre-hook, the        prepare
@@ -39,7 +41,9 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS, place_of_cache, replace_cache, require_quantized
 from fakequant.nn._owners import OwnedProduct
+from fakequant.nn._packed_weights import PackedLayer, unpack
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
     QUANTIZERS,
@@ -47,7 +51,7 @@ from fakequant.nn._quantized_layer import (
     QuantizedLayer,
     quantized_class,
 )
-from fakequant.nn._records import NAME, TOKENS, LayerRecord, Record, find_record
+from fakequant.nn._records import NAME, TOKENS, LayerRecord, Record, find_record, float_class_of
 
 # The buffer of the model that describes what a recorded data flow added; see `fakequant._prepare.flow_state`.
 FLOW_BUFFER = "fakequant_flow"
@@ -113,6 +117,8 @@ def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str,
 
 def detach_layer(layer: nn.Module) -> None:
     """Turns a prepared layer back into the float layer, without quantizers and hooks."""
+    if isinstance(layer, PackedLayer):
+        unpack(layer)
     record = layer.__dict__.pop(NAME)
     for handle in record.hooks:
         handle.remove()
@@ -138,6 +144,16 @@ def quantize_output(module: Any, args: Any, output: Any) -> Any:
     """The forward hook of `attach_output`. Outputs that are not float tensors pass unchanged."""
     is_float = isinstance(output, Tensor) and output.is_floating_point()
     return module.output_quantizer(output) if is_float and module.output_quantizer is not None else output
+
+
+def attach_cache(module: nn.Module, quantizers: Mapping[str, nn.Module]) -> None:
+    """Makes an attention module quantize the keys and values that it stores in a cache."""
+    record = record_of(module)
+    record.cache = place_of_cache(float_class_of(module))
+    for name, quantizer in quantizers.items():
+        module.register_module(name, quantizer)
+    record.hooks.append(module.register_forward_pre_hook(replace_cache, with_kwargs=True))
+    record.hooks.append(module.register_forward_hook(require_quantized, with_kwargs=True))
 
 
 def attach_functions(module: nn.Module, quantizers: FunctionQuantizers) -> None:
@@ -310,6 +326,9 @@ def detach_all(model: nn.Module) -> None:
                 handle.remove()
             if record.has_output_hook:
                 module._modules.pop("output_quantizer", None)
+            if record.cache is not None:
+                for name in CACHE_QUANTIZERS:
+                    del module._modules[name]
             del module.__dict__[NAME]
         if record is not None and record.nested is not None:
             module.use_nested_tensor = record.nested  # type: ignore[assignment]

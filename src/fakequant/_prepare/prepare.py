@@ -10,6 +10,7 @@ from fakequant._model.running import check_module, describing_call, evaluating, 
 from fakequant._prepare.adapters import allow_merging, protect_merging, without_adapters
 from fakequant._prepare.attach import (
     Preparation,
+    attach_cache,
     attach_layer,
     attach_preparation,
     check_name,
@@ -19,6 +20,7 @@ from fakequant._prepare.attach import (
     preparation,
 )
 from fakequant._prepare.bit_widths import first_and_last, widen
+from fakequant._prepare.cache import plan_cache
 from fakequant._prepare.flow_graph import FlowGraph, count_multiplications, foldable_norms
 from fakequant._prepare.flow_state import load_flow, save_flow
 from fakequant._prepare.input_rounding import round_inputs
@@ -77,7 +79,7 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     _check(model, config)
     config = _for_engine(without_adapters(model, config))
     plan = make_plan(model, config)
-    if not plan.layers:
+    if not plan.layers and config.kv_cache is None:
         raise ValueError(_nothing_to_quantize(plan))
     if example is None:
         _require_no_flow(config, plan)
@@ -106,6 +108,7 @@ def _for_engine(config: QuantConfig) -> QuantConfig:
 def _attach(model: nn.Module, config: QuantConfig, plan: Plan, recorded: FlowGraph | None) -> nn.Module:
     """Adds the quantizers of a plan to a model, and those that its data flow needs, if it is known."""
     graph = recorded or FlowGraph([])
+    cache = plan_cache(model, config)
     first_last = first_and_last(model, config, plan, graph)
     for layer in plan.layers:
         if layer.path in first_last:
@@ -118,6 +121,8 @@ def _attach(model: nn.Module, config: QuantConfig, plan: Plan, recorded: FlowGra
         attach_layer(owner.module, owner_record(owner.module), owner.children)
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
+    for path, quantizers in cache.items():
+        attach_cache(model.get_submodule(path), quantizers)
     hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]
     hooked += attach_results(model, results, repeated)
     repeated.attach(model)

@@ -17,6 +17,7 @@ from fakequant._prepare.bit_widths import notes_on_formats, weight_bytes
 from fakequant._util.text import table
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
+from fakequant.nn._kv_cache import CACHE_QUANTIZERS, has_cache_quantizers
 from fakequant.nn._model_quantizers import named_quantizers, unreached_layers, weight_quantizers
 from fakequant.nn._owners import stored_weight
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
@@ -125,6 +126,14 @@ def summary(model: nn.Module) -> Summary:
                 LayerSummary(f"{path}.{key}", "function", "-", "-", _words(slot))
                 for key, slot in module.items()
                 if isinstance(slot, (Quantizer, CallQuantizers))
+            ]
+            continue
+        elif has_cache_quantizers(module):
+            layers += [
+                LayerSummary(f"{path}.{name}", "cache", "-", "-", _words(slot))
+                for name in CACHE_QUANTIZERS
+                for slot in (module._modules[name],)
+                if isinstance(slot, Quantizer)
             ]
             continue
         else:

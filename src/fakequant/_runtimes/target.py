@@ -146,6 +146,10 @@ class EngineRules:
     # Return why it cannot hold a weight, or quantize an input, with a spec. None if it can.
     reason_against_weight: Callable[[QuantSpec], str | None]
     reason_against_input: Callable[[QuantSpec], str | None]
+    # Returns why it cannot store keys and values with a spec, or None if it can.
+    reason_against_cache: Callable[[QuantSpec], str | None]
+    # Why files do not tell how keys and values are stored. None if they do.
+    why_no_cache: str | None = None
     # The smallest scale that it computes at run time.
     smallest_dynamic_scale: float = EPS
     # Whether the last block of a row may be shorter than the others.
@@ -178,6 +182,8 @@ class Target:
     has_float_formats: bool = False
     # Whether it computes with the block types of ggml.
     has_ggml_types: bool = False
+    # Whether files can say that keys and values in the cache of attention are quantized.
+    has_quantized_caches: bool = True
     # Whether it has kernels for transposed convolutions along three axes, in integers or in float.
     has_volumes: bool = True
     # Set for engines that multiply dequantized weights. None for runtimes that compute with codes.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._model.running import check_module
@@ -18,6 +19,8 @@ from fakequant._prepare.prepare import unprepare
 from fakequant._train.compared_outputs import LayerResults, matched
 
 OUTPUTS = ("kl", "mse", None)
+# The number of class scores that are compared at a time: 16 MB in float32.
+_PART = 1 << 22
 
 
 def distill(
@@ -47,7 +50,8 @@ def distill(
         layers           layer_weight * mean over layers of  mean((student - teacher)^2) / mean(teacher^2)
 
     "kl" is for class scores before the softmax. The sum is over the classes, the mean over everything else. The loss is
-    computed in float32 or float64, also under autocast.
+    computed in float32 or float64, also under autocast. More than four million scores, as language models have, are
+    compared in parts, so that only the scores themselves are kept for the backward pass.
 
     An output is a tensor, or an object with tensors. If it has `logits`, as in transformers, only these are compared.
     Otherwise all float tensors in its dicts, tuples, lists and dataclasses are compared.
@@ -170,10 +174,21 @@ class Distillation:
                 f"A result of shape {tuple(y.shape)} has no scores of several classes on axis {self.class_axis}.\n"
                 'Use distill(..., outputs="mse") for results that are not class scores, or another `class_axis`.'
             )
-        log_p, log_q = ((x / self.temperature).log_softmax(self.class_axis) for x in (aim, y))
+        if self.class_axis % y.dim() == y.dim() - 1 and y.numel() > _PART:
+            # A part at a time, which is computed again in the backward pass: a language model has many classes, and
+            # the steps of the formula would keep several tensors as large as all scores.
+            rows = max(_PART // y.shape[-1], 1)
+            parts = zip(y.flatten(0, -2).split(rows), aim.flatten(0, -2).split(rows), strict=True)
+            sums = torch.cat([checkpoint(self._sums, *part, -1, use_reentrant=False) for part in parts])
+        else:
+            sums = self._sums(y, aim, self.class_axis)
+        return sums.mean() * self.temperature**2
+
+    def _sums(self, y: Tensor, aim: Tensor, axis: int) -> Tensor:
+        """Returns the divergence of every row: all scores along an axis."""
+        log_p, log_q = ((x / self.temperature).log_softmax(axis) for x in (aim, y))
         # Classes that are excluded by a score of -inf add nothing, instead of 0 * (inf - inf).
-        terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q))
-        return terms.sum(self.class_axis).mean() * self.temperature**2
+        return torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(axis)
 
 
 # --- comparing outputs ------------------------------------------------------------------------------

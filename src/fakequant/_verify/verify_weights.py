@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
+from fakequant._export.compressed_tensors.cache import cache_tensors
 from fakequant._export.compressed_tensors.export_compressed_tensors import Contents, folder_contents
 from fakequant._export.compressed_tensors.reading import Folder
-from fakequant._export.compressed_tensors.schemes import scheme_of
+from fakequant._export.compressed_tensors.schemes import Args, scheme_of
 from fakequant._export.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._model.running import Data, copied, evaluating, run
 from fakequant._prepare.attach import detach_layer
@@ -30,6 +31,7 @@ from fakequant._verify.file_of_model import kind_of
 from fakequant._verify.rounding_bounds import bits_of, largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._experts import ExpertProduct
+from fakequant.nn._kv_cache import quantized_caches
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._records import float_class_of
 
@@ -57,7 +59,7 @@ def verify_weights(
         expected = _expected_values(model, prepared)
         ran = _run_file(model, folder, batches, {name: digest(value) for name, value in expected.items()})
         _compare_loaded(ran, expected, reports)
-        _compare_layers(ran, prepared, reports)
+        _compare_layers(ran, prepared, contents.quantization["kv_cache_scheme"], reports)
         found = _compare_outputs(outputs, ran)
         if found.runtime_unexplained and not _is_order_of_sums(model, prepared, batches, ran):
             watched = [layer.path for layer in prepared if not isinstance(layer.layer, ExpertProduct)]
@@ -149,7 +151,7 @@ def _expected_values(model: PreTrainedModel, layers: list[PreparedLayer]) -> dic
         layer = quantized.get(name)
         weight = None if layer is None else layer.layer._fakequant.quantized_weight(layer.layer)
         values[name] = value if weight is None else weight.reshape(value.shape)
-    return values
+    return values | cache_tensors(model)
 
 
 def _compare_loaded(ran: Ran, expected: dict[str, Tensor], reports: dict[str, TensorReport]) -> None:
@@ -167,13 +169,20 @@ def _compare_loaded(ran: Ran, expected: dict[str, Tensor], reports: dict[str, Te
                 _differ(reports, name, int((bits_of(theirs) != bits_of(value)).sum()), "transformers has other values")
 
 
-def _compare_layers(ran: Ran, prepared: list[PreparedLayer], reports: dict[str, TensorReport]) -> None:
-    """Compares which layers transformers quantizes, and how, with the prepared model.
+def _compare_layers(
+    ran: Ran, prepared: list[PreparedLayer], cache: Args | None, reports: dict[str, TensorReport]
+) -> None:
+    """Compares which layers transformers quantizes, and how, with the prepared model; also keys and values.
 
     transformers keeps the weights of all experts in one parameter, which has no scheme.
     """
     expected = {layer.path: layer for layer in prepared if not isinstance(layer.layer, ExpertProduct)}
-    for path in sorted({*ran.layers, *expected}):
+    caching = [path for path, layer in ran.layers.items() if not layer.weight and layer.input is not None]
+    for path in caching:
+        kept = ran.layers[path].input or {}
+        if cache is None or any(kept.get(name) != value for name, value in cache.items()):
+            _differ(reports, path, 1, f"transformers quantizes keys and values as {kept}, not as {cache}")
+    for path in sorted({*ran.layers, *expected}.difference(caching)):
         theirs, ours = ran.layers.get(path), expected.get(path)
         if theirs is None or ours is None:
             what = "loads the layer in float" if theirs is None else "quantizes the layer, which stays in float"
@@ -351,4 +360,7 @@ def _first_difference(model: PreTrainedModel, ran: Ran) -> str:
                     )
                     why = f"{number} of {ours.numel()} outputs of {path} differ for the same input"
                     return f"{why}{_explanation(layer, x)}"
-    return "no quantized layer computes anything else from the same input, so the difference arises between the layers"
+    why = "no quantized layer computes anything else from the same input, so the difference arises between the layers"
+    if quantized_caches(model) and model.dtype != torch.float32:
+        return f"{why}: transformers divides keys and values by their scale in {dtype_name(model.dtype)}"
+    return why

@@ -10,6 +10,7 @@ from fakequant.nn import (
 )
 from fakequant.nn._adapters import quantize_adapters as quantize_adapters
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
+from fakequant.nn._frozen_weights import frozen_weights as frozen_weights
 from fakequant.nn._layer_kinds import LayerKind as LayerKind, register_layer_kind as register_layer_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize as LearnedFakeQuantize
 from fakequant.nn._model_quantizers import (

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from fakequant._util.text import listed
+from fakequant.nn._frozen_weights import Keeping
+from fakequant.nn._packed_weights import PackedLayer, given_weight, pack, require_packable, unpack
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._records import DerivedModule, derived_class
 
@@ -31,12 +34,14 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-class QuantizedAdapters(DerivedModule):
+class QuantizedAdapters(DerivedModule, Keeping):
     """The base of tuner layers whose adapters are part of the quantized weight."""
 
     if TYPE_CHECKING:  # what PEFT's class has
         base_layer: Any
         lora_A: Any
+        lora_B: Any
+        scaling: dict[str, float]
         active_adapters: list[str]
         disable_adapters: bool
         merged: bool
@@ -54,17 +59,32 @@ class QuantizedAdapters(DerivedModule):
         adapters = self._summed()
         if not adapters:
             return super().forward(x, *args, **kwargs)
-        weight = self._sum(self.base_layer.weight, adapters)
-        return functional_call(self.base_layer, {"weight": weight}, (x, *args), kwargs)
+        base = self.base_layer
+        if not isinstance(base, PackedLayer):
+            return functional_call(base, {"weight": self._kept_sum(adapters)}, (x, *args), kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with given_weight(base, self._kept_sum(adapters)):
+                return base(*args, **kwargs)
+
+        if not torch.is_grad_enabled():
+            return run(x, *args, **kwargs)
+        # Computed again in the backward pass: otherwise the sums of all layers would be kept, as floats.
+        return checkpoint(run, x, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, as the forward pass does. With `safe_merge` the sums must be finite."""
+        """Adds adapters to the weight, as the forward pass does. With `safe_merge` the sums must be finite.
+
+        A weight that was held as codes becomes floats.
+        """
         if safe_merge:  # which PEFT itself rounds in another way, in 16-bit floats
             names = self.active_adapters if adapter_names is None else adapter_names
             with torch.no_grad():
                 total = self._sum(self.base_layer.weight, [name for name in names if name in self.lora_A])
             if not bool(total.isfinite().all()):
                 raise ValueError("The sum of the weight and its adapters is not finite, so it is not merged.")
+        if isinstance(self.base_layer, PackedLayer):
+            unpack(self.base_layer)
         super().merge(False, adapter_names)  # type: ignore[misc]
 
     def _summed(self) -> list[str]:
@@ -76,6 +96,18 @@ class QuantizedAdapters(DerivedModule):
             _require_plain(self, name)
         return names
 
+    def _kept_sum(self, adapters: list[str]) -> Tensor:
+        base = self.base_layer
+        if self.keeper is None:
+            return self._sum(base.weight, adapters)
+        weights = base.packed_tensors() if isinstance(base, PackedLayer) else [base.weight]
+        factors = [part[name].weight for name in adapters for part in (self.lora_A, self.lora_B)]
+        settings = tuple((name, self.scaling[name]) for name in adapters)
+        return self.keeper.get((*weights, *factors), settings, lambda: self._sum(base.weight, adapters))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "keeper"}
+
     def _sum(self, weight: Tensor, adapters: list[str]) -> Tensor:
         # One after the other, and each sum in the dtype of the weight: the steps of PEFT's `merge`.
         for name in adapters:
@@ -83,7 +115,7 @@ class QuantizedAdapters(DerivedModule):
         return weight
 
 
-def quantize_adapters(model: nn.Module) -> nn.Module:
+def quantize_adapters(model: nn.Module, *, packed: bool = False) -> nn.Module:
     """Makes LoRA adapters part of the quantized weights of a prepared model, in place, and returns the model.
 
     Prepare the model first, then add adapters with PEFT, then call this function. A layer with adapters then computes
@@ -95,10 +127,14 @@ def quantize_adapters(model: nn.Module) -> nn.Module:
 
     Args:
         model: A prepared model with adapters: the result of `peft.get_peft_model`, or a model with `add_adapter`.
+        packed: Whether layers with adapters hold their own weight as packed codes, until it is merged. The weight is
+            replaced by its values on the grid, W := dequantize(quantize(W)), and the scales are frozen, so that packing
+            changes no output of adapters that are still 0. 4-bit weights in groups of 32 then take 0.16 of their memory
+            in float32. The sum is computed again in the backward pass.
 
     Raises:
         ValueError: If no quantized layer has LoRA adapters, or if adapters change more than the weight: DoRA and other
-            variants, and adapters with a bias.
+            variants, and adapters with a bias. With `packed`, if a weight cannot be held as codes.
 
     >>> import fakequant as fq
     >>> from peft import LoraConfig, get_peft_model
@@ -128,6 +164,15 @@ def quantize_adapters(model: nn.Module) -> nn.Module:
             UserWarning,
             stacklevel=2,
         )
+    unpacked = [
+        (path, tuner.base_layer)
+        for path, tuner in found
+        if packed and not tuner.merged and not isinstance(tuner.base_layer, PackedLayer)
+    ]
+    for path, layer in unpacked:
+        require_packable(path, layer)
+    for _, layer in unpacked:
+        pack(layer)
     for _, tuner in found:
         if not isinstance(tuner, QuantizedAdapters):
             tuner.__class__ = _adapted_class(type(tuner))

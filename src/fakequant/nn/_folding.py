@@ -182,6 +182,8 @@ def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | Non
     record = layer._fakequant
     bias: Tensor | None = getattr(layer, record.kind.bias_name, None)
     norm = record.norm
+    if bias is None and norm is None:
+        return None
     norm_is_frozen = norm is not None and not norm.training
     if record.has_float_bias or (layer.training and not record.deploys_bias and not norm_is_frozen):
         return bias

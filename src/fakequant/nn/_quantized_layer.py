@@ -16,6 +16,7 @@ from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._folding import BatchNorm, bias_to_add
+from fakequant.nn._frozen_weights import Keeping
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
 from fakequant.nn._operators import TorchFunction
 from fakequant.nn._quantizer import Quantizer
@@ -61,7 +62,7 @@ class QuantizedLayer(DerivedModule):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Quantization(LayerRecord):
+class Quantization(LayerRecord, Keeping):
     """The record of a prepared layer: `layer._fakequant`."""
 
     base = QuantizedLayer
@@ -76,6 +77,8 @@ class Quantization(LayerRecord):
     deploys_bias: bool = False
     # Whether the bias is deployed as a float, whatever the scale of the sums.
     has_float_bias: bool = False
+    # The shape and the dtype of the weight, if it is held as codes; see `_packed_weights.py`.
+    packed: tuple[tuple[int, ...], torch.dtype] | None = None
     # The last result of `weight_shift`, with the spec it is for.
     _shift: tuple[QuantSpec, int] | None = dataclasses.field(default=None, init=False)
     # What was last written to the buffer `TOKENS`, and the buffer's version then.
@@ -117,7 +120,15 @@ class Quantization(LayerRecord):
         """Returns the weight on its grid."""
         weight = self.kind.read_weight(layer)
         quantizer: Quantizer | None = layer.weight_quantizer
-        return weight if quantizer is None else quantizer(weight)
+        return weight if quantizer is None else self._on_grid(quantizer, weight)
+
+    def _on_grid(self, quantizer: Quantizer, weight: Tensor) -> Tensor:
+        if self.keeper is None or quantizer.training or quantizer._forward_hooks or quantizer._forward_pre_hooks:
+            return quantizer(weight)
+        # The scales of a dynamic quantizer follow from the weight.
+        tensors = () if quantizer.is_dynamic else (*quantizer._parameters.values(), *quantizer._buffers.values())
+        sources = (weight, *(tensor for tensor in tensors if tensor is not None))
+        return self.keeper.get(sources, quantizer.settings(), lambda: quantizer(weight))
 
     def operands(self, layer: AnyLayer) -> Operands:
         """Returns the quantized weight and the bias, for several calls of `compute`. No batch norm may follow."""
@@ -154,19 +165,22 @@ class Quantization(LayerRecord):
             # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
             with saving_codes(x, input_grid_of(layer), operands[0], None, operands[0]):
                 return operator(x, *operands)
+        # Looked up in the dicts of the module, because reading its attributes takes longer.
+        modules, name = layer._modules, self.kind.weight_name
+        own = layer._parameters.get(name) if weight is None else None
         # Read once, because reading a parametrized weight computes it.
-        source: Tensor = getattr(layer, self.kind.weight_name) if weight is None else weight
+        source: Tensor = own if own is not None else getattr(layer, name) if weight is None else weight
         is_given = weight is not None
-        quantize_input = layer.input_quantizer
-        quantize_weight: Quantizer | None = layer.weight_quantizer
+        quantize_input = modules.get("input_quantizer")
+        quantize_weight: Quantizer | None = modules.get("weight_quantizer")
         x = input if quantize_input is None else quantize_input(input)
-        weight = source if quantize_weight is None else quantize_weight(source)
+        weight = source if quantize_weight is None else self._on_grid(quantize_weight, source)
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
             self._note_tokens(layer, x.dim() > 2)
         bias = bias_to_add(layer, x, weight)
         if is_given and bias is not None:
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
-        if not self.save_codes:
+        if not self.save_codes or not torch.is_grad_enabled():
             return operator(x, weight, bias)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
             return operator(x, weight, bias)
@@ -215,7 +229,7 @@ def quantized_weight(layer: RecordedLayer) -> Tensor:
 
 def quantize_output(layer: AnyLayer, y: Tensor) -> Tensor:
     """Returns `y` on the grid of the layer's result. Call it last."""
-    quantizer: Quantizer | None = layer.output_quantizer  # a grid if the layer is converted
+    quantizer: Quantizer | None = layer._modules.get("output_quantizer")  # a grid if the layer is converted
     return y if quantizer is None else quantizer(y)
 
 

@@ -40,6 +40,8 @@ class Record:
     calling_class: type[nn.Module] | None = None
     # The original `use_nested_tensor` of an `nn.TransformerEncoder`.
     nested: bool | None = None
+    # The name and the position of the argument that is the cache, of attention whose keys and values are quantized.
+    cache: tuple[str, int] | None = None
     # The calls of a module with `CallQuantizers`.
     calls: Calls | None = None
     # The calls of other modules that all take place while this module runs.
@@ -101,7 +103,7 @@ class LayerRecord(Record):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("kind", "_noted")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("kind", "keeper", "_noted")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, kind=find_kind(state["float_class"]))

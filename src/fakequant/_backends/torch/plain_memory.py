@@ -41,7 +41,16 @@ def is_eager(x: torch.Tensor) -> bool:
     >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
     (True, tensor([0., 0.]))
     """
-    return dispatch_keys(x) in _PLAIN and included_keys() in _NO_MODES and tracing_state() is None
+    return dispatch_keys(x) in _PLAIN and has_no_modes()
+
+
+def has_no_modes() -> bool:
+    """Returns True if no mode, transform or tracer is active.
+
+    >>> has_no_modes()
+    True
+    """
+    return included_keys() in _NO_MODES and tracing_state() is None
 
 
 def is_direct(x: torch.Tensor) -> bool:

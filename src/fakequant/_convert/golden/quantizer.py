@@ -43,6 +43,8 @@ class GoldenQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.arithmetic, self.eps, self.path = spec, arithmetic, eps, path
+        # Whether it returns ordinary tensors: caches would keep the origins of tracked ones alive.
+        self.is_plain = False
         self.register_buffer("scale", None if scale is None else scale.detach().clone())
         self.register_buffer("zero_point", None if zero_point is None else zero_point.detach().clone())
 
@@ -54,12 +56,12 @@ class GoldenQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x` on the grid, as a tracked tensor if it is an integer grid whose scales vary along no axis."""
         with torch.no_grad():
-            return self._quantized(x)
+            return plain(self._quantized(x)) if self.is_plain else self._quantized(x)
 
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
-        if not self.spec.is_integer:
+        if not self.spec.is_integer or (self.scale is None and self.spec.granularity == "group"):
             return self._rounded(plain(x))
         grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
         if grid.scale.dim() > 0 and was_moved(origin):
@@ -70,7 +72,10 @@ class GoldenQuantizer(nn.Module):
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """Returns `x` on the grid of a float format, or with block scales: layers compute with these as floats."""
+        """Returns `x` on the grid of a float format, or with scales of blocks or groups that follow the data.
+
+        Layers compute with these as floats.
+        """
         if self.scale is not None:
             return fake_quantize(x, self.scale, 0, self.spec)
         blocks = blocks_of(tuple(x.shape), self.spec).parameters

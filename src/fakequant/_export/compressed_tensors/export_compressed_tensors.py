@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._export.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
-from fakequant._export.compressed_tensors.layer_tensors import offset_of, to_tensors
+from fakequant._export.compressed_tensors.cache import cache_scheme, cache_tensors
+from fakequant._export.compressed_tensors.layer_tensors import in_dtype, offset_of, to_tensors
 from fakequant._export.compressed_tensors.schemes import Scheme, scheme_of
 from fakequant._export.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._model.running import check_module
@@ -25,6 +25,7 @@ from fakequant._util.files import writing_folder
 from fakequant._util.packages import require
 from fakequant._util.text import listed, table
 from fakequant.nn._experts import ExpertProduct
+from fakequant.nn._kv_cache import quantized_caches
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
 
@@ -49,6 +50,7 @@ class CompressedTensorsExport:
         float_bytes: The size of the same tensors in the model's dtype.
         quantized_bytes: The size of the quantized layers' tensors, which `bytes` includes.
         quantized_float_bytes: The size of the quantized weights in the model's dtype.
+        cache: The spec of keys and values in the cache; "" if they stay in float.
     """
 
     folder: str
@@ -59,6 +61,7 @@ class CompressedTensorsExport:
     float_bytes: int
     quantized_bytes: int
     quantized_float_bytes: int
+    cache: str = ""
 
     def __str__(self) -> str:
         specs = Counter(self.layers.values())
@@ -68,6 +71,8 @@ class CompressedTensorsExport:
             f"layers {share:.1%} of their size in float",
             table(["layers", "weight and input"], [[number, spec] for spec, number in specs.items()]),
         ]
+        if self.cache:
+            lines.append(f"keys and values in the cache: {self.cache}")
         if self.ignored:
             lines.append(f"in float: {listed(self.ignored, most=8)}")
         return "\n".join(lines)
@@ -90,7 +95,8 @@ def export_compressed_tensors(
     Weights of `Linear` layers and of experts are stored as codes: integers of 2 to 8 bits per tensor,
     channel or group, FP8 per tensor, channel or block of rows, MXFP4, MXFP6, MXFP8 and NVFP4. Inputs are quantized by
     the engine: 8-bit integers and FP8 per tensor, with the scales of the model, or per token; FP8 per group, MX, and
-    NVFP4 with the tensor's scale of the model. All other layers stay in float.
+    NVFP4 with the tensor's scale of the model. Keys and values in the cache are 8-bit integers or FP8, with the scales
+    of the model. All other layers stay in float.
 
     Args:
         model: A prepared `transformers.PreTrainedModel`, calibrated if its inputs have fixed scales. It is not changed.
@@ -184,7 +190,7 @@ def _state(model: PreTrainedModel, layers: list[PreparedLayer]) -> tuple[dict[st
                 f"{layer.path} cannot be stored in compressed-tensors: it shares its weight with another layer.\n"
                 f"Use config.skip({layer.path!r}); with target='compressed-tensors', prepare does so."
             )
-    written, rows = stored_in_checkpoints(model, state, quantized)
+    written, rows = stored_in_checkpoints(model, state | cache_tensors(model), quantized)
     stored = {}
     for name, (source, numbers) in rows.items():
         layer, path = quantized[source], name.removesuffix(".weight")
@@ -206,7 +212,7 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
         tensors |= _input_tensors(layer.input)
     for name in ("weight_scale", "input_scale"):
         if name in tensors and tensors[name].dtype == torch.float32:
-            tensors[name] = _in_dtype(tensors[name], dtype, layer.path, name)
+            tensors[name] = in_dtype(tensors[name], dtype, layer.path, name)
     return tensors
 
 
@@ -247,18 +253,6 @@ def _input_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _in_dtype(scale: Tensor, dtype: torch.dtype, path: str, name: str) -> Tensor:
-    """Returns scales in the dtype of the model, in which engines keep them. Raises ValueError if that moves one."""
-    stored = scale.to(dtype)
-    if not torch.equal(stored.float(), scale):
-        raise ValueError(
-            f"{name} of {path} is not exact in {dtype_name(dtype)}, the dtype of the model, in which engines keep "
-            f"scales.\nTrain with QuantSpec(..., scale_format={dtype_name(dtype)!r}), as target='compressed-tensors' "
-            "does for models in this dtype, or export model.float()."
-        )
-    return stored
-
-
 # --- config.json -----------------------------------------------------------------------------------
 
 
@@ -288,7 +282,7 @@ def _quantization_config(
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": _ignored(model, stored, tensors),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache_scheme(model),
         "global_compression_ratio": None,
     }
 
@@ -344,4 +338,5 @@ def _report(folder: str | os.PathLike[str], model: PreTrainedModel, contents: Co
         float_bytes=everything - stored + in_float,
         quantized_bytes=stored,
         quantized_float_bytes=in_float,
+        cache=next((str(q.spec) for found in quantized_caches(model).values() for q in found.values()), ""),
     )

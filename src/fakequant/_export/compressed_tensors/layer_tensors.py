@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._export.prepared_layers import StoredWeight
 from fakequant._util.packages import require
@@ -161,3 +162,15 @@ def _blocks_from_tensors(tensors: Tensors, scheme: Scheme) -> StoredWeight:
     scale_codes = tensors["weight_scale"].view(torch.uint8)
     scale = decode_scales(scale_codes, None if found is None else found.reshape(()), spec)
     return StoredWeight(codes, scale, None)
+
+
+def in_dtype(scale: Tensor, dtype: torch.dtype, path: str, name: str) -> Tensor:
+    """Returns scales in the dtype of the model, in which engines keep them. Raises ValueError if that moves one."""
+    stored = scale.to(dtype)
+    if not torch.equal(stored.float(), scale):
+        raise ValueError(
+            f"{name} of {path} is not exact in {dtype_name(dtype)}, the dtype of the model, in which engines keep "
+            f"scales.\nTrain with QuantSpec(..., scale_format={dtype_name(dtype)!r}), as target='compressed-tensors' "
+            "does for models in this dtype, or export model.float()."
+        )
+    return stored

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._export.checkpoint_names import PreTrainedModel, Stored, stored_in_checkpoints
+from fakequant._export.compressed_tensors.cache import stored_cache
 from fakequant._export.compressed_tensors.layer_tensors import values_of
 from fakequant._export.compressed_tensors.reading import Folder
 from fakequant._export.compressed_tensors.schemes import Scheme
@@ -47,7 +48,13 @@ def read_folder(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedM
             raise ValueError(f"{folder.path} does not belong to this {type(model).__name__}: it has no {name}.")
         tensors[name] = folder.tensor(name)
     _require_all_used(model, folder, stored)
-    return LoadedModel(source=str(path), target="compressed-tensors", layers=layers, tensors=tensors)
+    return LoadedModel(
+        source=str(path),
+        target="compressed-tensors",
+        layers=layers,
+        tensors=tensors,
+        cache=stored_cache(folder, model),
+    )
 
 
 def _require_architecture(model: PreTrainedModel, folder: Folder) -> None:

@@ -81,6 +81,15 @@ def args_of_input(spec: QuantSpec) -> Args:
     return {**_args(spec, spec.granularity), "dynamic": "local" if is_local else spec.granularity != "tensor"}
 
 
+def args_of_cache(spec: QuantSpec) -> Args:
+    """Returns the description of keys and values, whose axis 1 has the heads.
+
+    >>> args_of_cache(QuantSpec(axis=1))["strategy"]
+    'attn_head'
+    """
+    return {**_args(spec, "tensor" if spec.axis is None else "attn_head"), "dynamic": False}
+
+
 def _args(spec: QuantSpec, strategy: str) -> Args:
     args: Args = {
         "num_bits": spec.bits,
@@ -94,7 +103,7 @@ def _args(spec: QuantSpec, strategy: str) -> Args:
     return args
 
 
-def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
+def spec_of(args: Args, whose: Literal["weight", "input", "cache"]) -> QuantSpec:
     """Returns the spec that a description means. Raises ValueError if there is none.
 
     >>> print(spec_of({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, "weight"))
@@ -111,13 +120,15 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         "tensor_group": {"axis": -1, "group_size": group},
         "block": {"axis": -1, **_lengths_of(args.get("block_structure"))} if strategy == "block" else {},
     }
+    if whose == "cache":
+        axes = {"tensor": {}, "attn_head": {"axis": 1}}
     if strategy not in axes:
         raise ValueError(f"its {whose} has the strategy {strategy!r}, which fakequant has no grid for")
-    if whose == "input":
-        wanted = {"tensor_group": "local", "tensor": False}.get(strategy, True)
+    if whose != "weight":
+        wanted = {"tensor_group": "local", "tensor": False, "attn_head": False}.get(strategy, True)
         if args.get("dynamic", False) != wanted:
             raise ValueError(
-                f"its input has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a "
+                f"its {whose} has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a "
                 f"grid with dynamic={wanted!r} for it"
             )
     fields: dict[str, Any] = dict(axes[strategy])

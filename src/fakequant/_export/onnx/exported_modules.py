@@ -314,6 +314,11 @@ def make_exportable(golden: nn.Module) -> None:
         if isinstance(module, ExpertProduct) and not isinstance(module, IntegerLayer):
             _make_layer(module, path)  # its float function has no form in ONNX
         if isinstance(module, GoldenQuantizer):
+            if module.scale is None and module.spec.is_integer and module.spec.granularity == "group":
+                raise ValueError(
+                    f"{path} is {module.spec}, with scales computed at run time, which ONNX has no operators for.\n"
+                    "Use a scale per tensor, per head or per token, or MXFP8."
+                )
             module.__class__ = ExportedGrid
             module.__dict__["calls"] = calls
         elif isinstance(module, IntegerLayer):

@@ -19,6 +19,7 @@ RUNTIME = Runtime(
     takes_example=False,
 )
 _WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0", "q4_k", "q6_k")
+_CACHES = ("q4_0", "q4_1", "q8_0")
 _INPUTS = ("q8_0_input", "q8_k_input")
 
 
@@ -50,6 +51,16 @@ def reason_against_input(spec: QuantSpec) -> str | None:
     return None
 
 
+def reason_against_cache(spec: QuantSpec) -> str | None:
+    """Returns why llama.cpp cannot store keys and values with a spec, or None if it can.
+
+    >>> from fakequant import presets
+    >>> reason_against_cache(presets.q8_0()), reason_against_cache(QuantSpec())
+    (None, 'its caches have the types q4_0, q4_1, q8_0')
+    """
+    return None if spec.ggml_type in _CACHES else f"its caches have the types {', '.join(_CACHES)}"
+
+
 def _unchanged(spec: QuantSpec) -> QuantSpec:
     return spec
 
@@ -67,6 +78,11 @@ TARGET = Target(
         fit_input=_unchanged,
         reason_against_weight=reason_against_weight,
         reason_against_input=reason_against_input,
+        reason_against_cache=reason_against_cache,
+        why_no_cache=(
+            "llama.cpp takes the types of its cache from the options --cache-type-k and --cache-type-v, and not from "
+            "the file"
+        ),
     ),
 )
 TARGETS = (TARGET,)

@@ -74,6 +74,20 @@ def reason_against_input(spec: QuantSpec) -> str | None:
     return None
 
 
+def reason_against_cache(spec: QuantSpec) -> str | None:
+    """Returns why a folder cannot say that keys and values have this spec, or None if it can.
+
+    >>> reason_against_cache(QuantSpec(format="e4m3fn")), reason_against_cache(QuantSpec(axis=1))
+    (None, None)
+    """
+    is_known = spec.format in ("int", "e4m3fn") and spec.bits == 8 and spec.symmetric and spec.numerics == "onnx"
+    if not is_known or spec.narrow_range:
+        return "folders have symmetric 8-bit integers with the full range, or e4m3fn"
+    if spec.granularity not in ("tensor", "channel"):
+        return "folders have one calibrated scale per tensor, or per head (axis=1)"
+    return None
+
+
 def _fit_weight(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, scale_rule="divided") if spec.scale_format == "e4m3fn" else spec
 
@@ -96,6 +110,7 @@ TARGET = Target(
         fit_input=_fit_input,
         reason_against_weight=reason_against_weight,
         reason_against_input=reason_against_input,
+        reason_against_cache=reason_against_cache,
         smallest_dynamic_scale=2.0**-126,  # only a scale of 0 is replaced
     ),
 )

@@ -22,6 +22,7 @@ TARGETS = (
         activations=ActivationRules(is_at_most_8_bits=True, dynamic_spec=TOKEN_SPEC),
         fusions=Fusions(needs_results=True, needs_all_results=True, joins_on_one_grid=True, has_integer_products=False),
         arithmetic="xnnpack",
+        has_quantized_caches=False,
         has_own_rounding=True,
         has_volumes=False,
     ),
