@@ -23,6 +23,10 @@ from fakequant.ptq._quadratic_error import Moments, RoundingProblem, Solver, bes
 from fakequant.spec import QuantSpec
 
 
+# Inputs of layers for which it is worth a note that the model runs from its start.
+_MANY = 8
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
     """The weight of a layer, with the scale and zero point of every element.
@@ -139,7 +143,8 @@ def round_layers(
     """
     _check_damping(damping)
     chosen = layer_filter("layers", layers)
-    with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of) as runs:
+    modules = () if blocks is None else blocks.layers
+    with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of, modules) as runs:
         reasons = reasons_against_rounding(model, runs.layers, needs_equal_steps=needs_equal_steps)
         changes: dict[str, LayerChange] = {}
         grids: dict[str, WeightGrid] = {}
@@ -156,7 +161,7 @@ def round_layers(
             if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
                     changes[block] = _round_block(runs, block, blocks, grids)
-    return Changes(name, "SQNR dB", layer_rows(runs, changes, reasons, chosen, blocks))
+    return Changes(name, "SQNR dB", layer_rows(runs, changes, reasons, chosen, blocks), note_on(runs))
 
 
 def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, WeightGrid]) -> LayerChange:
@@ -165,6 +170,16 @@ def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, W
     if not own:
         return LayerChange.of(path, block, reason="the weights of its layers cannot be rounded")
     return LayerChange.of(path, block, blocks.round(block, own, runs.module_calls(path)))
+
+
+def note_on(runs: PairedRuns) -> str | None:
+    """Returns a note if the time of a method grows with the square of the depth of the model."""
+    if runs.in_blocks or len(runs.waves) <= _MANY:
+        return None
+    return (
+        "The model has no blocks that run one after another in an nn.ModuleList or nn.Sequential, so it ran from its "
+        "start for every layer."
+    )
 
 
 def layer_rows(
