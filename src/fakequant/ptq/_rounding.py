@@ -153,10 +153,11 @@ def round_layers(
             weights = {path: runs.reference_weight(path) for path in paths}
             found = moments_of(runs.pairs(paths), weights) if paths else {}
             for path in paths:
-                moments = found.get(path)
+                moments = found.pop(path, None)
                 if moments is not None:
-                    grids[path] = weight_grid(runs.layers[path], weights[path])
-                    sqnr = _round(grids[path], moments, solve, damping)
+                    grids[path] = weight_grid(runs.layers[path], weights.pop(path))
+                    moments = moments.damped(damping)
+                    sqnr = _round(grids[path], moments, solve)
                     changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
             if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
@@ -209,7 +210,7 @@ def layer_rows(
     return rows
 
 
-def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) -> tuple[float, float]:
+def _round(grid: WeightGrid, moments: Moments, solve: Solver) -> tuple[float, float]:
     """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
     form, spec = moments.form, grid.quantizer.spec
     problem = RoundingProblem(
@@ -218,12 +219,12 @@ def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) ->
         zero_point=form.matrix(grid.zero_point),
         qmin=spec.qmin,
         qmax=spec.qmax,
-        moments=moments.damped(damping),
+        moments=moments,
         float_grid=None if spec.float_format is None else QuantSpec(format=spec.format),
     )
-    codes = best_codes(problem, solve)
+    codes, nearest, error = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))
-    return moments.sqnr(problem.values(problem.nearest())), moments.sqnr(problem.values(codes))
+    return moments.sqnr(problem.values(problem.nearest()), nearest), moments.sqnr(problem.values(codes), error)
 
 
 def _check_damping(damping: float) -> None:
