@@ -10,7 +10,7 @@ model     `gptq` of a Llama of 0.25 billion parameters (hidden 1024, 16 layers, 
 memory    The peak of the resident memory while `gptq` runs on such a Llama with 8 layers, over the size of its float weights.
           A process of its own measures it, beyond what it had before the model was made.
 
---quick leaves out 16 blocks and the model. Times depend on the machine; the ratios are what is limited.
+Times are CPU times, on one thread unless `--threads` says otherwise. --quick leaves out 16 blocks and the model.
 """
 
 import argparse
@@ -72,9 +72,10 @@ def prepared(model: nn.Module, data: list[Any], bits: int) -> nn.Module:
 
 
 def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """Returns the CPU time of a function on one thread, in seconds."""
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def by_depth(depths: list[int]) -> dict[str, dict[int, float]]:
@@ -160,7 +161,9 @@ def memory_alone() -> None:
 def memory() -> dict[str, float]:
     command = [sys.executable, __file__, "--alone"]
     # Threads would each keep freed memory of their own.
-    found = subprocess.run(command, env={**os.environ, "MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        command, env={**os.environ, "MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True, check=True
+    )
     figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
     return figures
 
@@ -175,7 +178,7 @@ def main() -> int:
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--only", default="", choices=["", "depth", "layer", "model", "memory"])
     parser.add_argument("--quick", action="store_true", help="without 16 blocks and the language model")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

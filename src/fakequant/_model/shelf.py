@@ -53,7 +53,9 @@ class Shelf:
         path = Path(self._folder.name) / str(self._files)
         # Views would store the whole tensor that they show.
         whole = [_copy(x) if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.nbytes else x for x in leaves]
-        torch.save([x.detach() if isinstance(x, Tensor) else x for x in whole], path, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save(
+            [x.detach() if isinstance(x, Tensor) else x for x in whole], path, pickle_protocol=pickle.HIGHEST_PROTOCOL
+        )
         return lambda: _taken(path, structure)
 
 

@@ -205,7 +205,7 @@ def _is_apart(model: nn.Module, chain: Chain) -> bool:
 
 def is_in_order(chain: Chain, waves: list[list[str]]) -> bool:
     """Returns True if all layers of a block come before those of the next, and other layers before or after all."""
-    numbers = []
+    numbers: list[int | None] = []
     for wave in waves:
         of_wave = {chain.position(path) for path in wave}
         if len(of_wave) > 1:

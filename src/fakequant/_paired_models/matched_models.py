@@ -114,8 +114,9 @@ def _like(given: Tensor, own: nn.Parameter) -> nn.Parameter:
     if given.data_ptr() == own.data_ptr():
         return own
     value = given.detach().to(own)
-    is_same = value.data_ptr() == given.data_ptr() and isinstance(given, nn.Parameter)
-    return given if is_same else nn.Parameter(value, requires_grad=own.requires_grad)
+    if isinstance(given, nn.Parameter) and value.data_ptr() == given.data_ptr():
+        return given
+    return nn.Parameter(value, requires_grad=own.requires_grad)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -191,7 +191,7 @@ class PairedRuns:
     # --- finding out how data flows -----------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Runs the reference once on all batches, to see which layers are called, in which order, and in which blocks."""
+        """Runs the reference on all batches, to see which layers are called, in which order, and in which blocks."""
         known: set[str] = set()
         last: Tensor | None = None
         digests: list[dict[str, list[int]]] = []
@@ -216,7 +216,7 @@ class PairedRuns:
                 counts[path] += 1  # noqa: B023
                 if number == 0 or self._chains:  # noqa: B023
                     seen.setdefault(path, []).append(_digest(product.x))  # noqa: B023
-                if kept is not None:
+                if kept is not None:  # noqa: B023
                     self._remember(of_batch, path, product)  # noqa: B023
 
             def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -416,11 +416,11 @@ class _SharedParameters:
     def separate(self, path: str) -> None:
         """Gives a module of the reference its own parameters, and those of the module that owns it."""
         for original, places in self._places.values():
-            if any(is_inside(there, path) or there == path.rpartition(".")[0] for there, _, _ in places):
-                if places[0][1][places[0][2]] is original:
-                    copy = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
-                    for _, parameters, name in places:
-                        parameters[name] = copy
+            is_near = any(is_inside(there, path) or there == path.rpartition(".")[0] for there, _, _ in places)
+            if is_near and places[0][1][places[0][2]] is original:
+                copy = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
+                for _, parameters, name in places:
+                    parameters[name] = copy
 
     def share(self, path: str) -> None:
         """Undoes `separate` for a module that runs no more, to save memory."""

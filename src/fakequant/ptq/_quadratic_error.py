@@ -64,7 +64,9 @@ class Moments:
         """Returns the SQNR of the layer's output in dB, without damping. `error` is the error of the matrix."""
         signal, noise = self.c.sum(), error.sum()
         if self.amount is not None:
-            distances = torch.stack([(m - r).double().square().sum() for m, r in zip(matrix, self.reference, strict=True)])
+            distances = torch.stack(
+                [(m - r).double().square().sum() for m, r in zip(matrix, self.reference, strict=True)]
+            )
             own = torch.stack([r.double().square().sum() for r in self.reference])
             signal, noise = signal - (self.amount * own).sum(), noise - (self.amount * distances).sum()
         return decibels(float(signal), float(noise.clamp(min=0)))
@@ -93,18 +95,16 @@ def rows_of(product: LayerProduct) -> Tensor:
 class _Sums:
     """Sums over the rows of both models, from which the moments of a layer follow.
 
-        A = sum of x^T x        cross = sum of x_reference^T x        square = sum of x_reference^T x_reference
+    A = sum of x^T x        cross = sum of x_reference^T x        square = sum of x_reference^T x_reference
 
-        b = w_reference cross   c = diagonal of w_reference square w_reference^T
+    b = w_reference cross   c = diagonal of w_reference square w_reference^T
     """
 
     def __init__(self, form: Form, weight: Tensor) -> None:
         self.form = form
         self.reference = form.matrix(weight).float()
         matrices, _, inputs = self.reference.shape
-        self.sums = [
-            torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)
-        ]
+        self.sums = [torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)]
 
     def add(self, part: int | None, products: tuple[Tensor, ...]) -> None:
         own = slice(None) if part is None else slice(part, part + 1)
@@ -199,7 +199,6 @@ class RoundingProblem:
     def nearest(self) -> Tensor:
         """Returns the codes nearest to the float weight."""
         return self.rounded(self.weight / self.scale, self.zero_point)
-
 
     def part(self, outputs: slice) -> "RoundingProblem":
         """Returns the problem of some of the outputs."""
