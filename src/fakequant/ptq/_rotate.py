@@ -57,7 +57,8 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
         seed: Of the random signs of the Hadamard matrices. Sizes without such a matrix get a random orthogonal one.
 
     Returns:
-        A row per linear layer and embedding: the largest magnitude of its input on the example, over the root mean square.
+        A row per linear layer and embedding: the largest magnitude of its input on the example, over the root mean
+        square.
 
     >>> import fakequant as fq
     >>> class Block(nn.Module):
@@ -305,7 +306,7 @@ def _rounding_of(x: Tensor) -> float:
 
 
 def _form(norm: nn.Module, x: Tensor, y: Tensor) -> str:
-    """Returns how a norm computes `y`: "mean" is LayerNorm, "weight" RMSNorm, and "1 + weight" RMSNorm as Gemma has it."""
+    """Returns how a norm computes `y`: "mean" is LayerNorm, "weight" RMSNorm, "1 + weight" RMSNorm as Gemma has it."""
     x, y = x.double(), y.double()
     weight, bias = (None if p is None else p.double() for p in (norm._parameters.get(n) for n in ("weight", "bias")))
     assert weight is not None
@@ -505,5 +506,6 @@ def _check_same(model: nn.Module, expected: list[Tensor], found: list[Tensor]) -
         if not error <= max(_TOLERANCES.get(p.dtype, 1e-3) for p in model.parameters()) or math.isnan(error):
             raise ValueError(
                 f"The rotated model would compute something else: its output differs by {error:.1e} of its size. Other "
-                f"code reads the residual stream, or the values of attention (`heads=False` leaves those alone).\n{_FIX}"
+                "code reads the residual stream, or the values of attention (`heads=False` leaves those alone).\n"
+                f"{_FIX}"
             )

@@ -22,7 +22,6 @@ from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, und
 from fakequant.ptq._quadratic_error import Moments, RoundingProblem, Solver, best_codes, moments_of, rows_of
 from fakequant.spec import QuantSpec
 
-
 # Inputs of layers for which it is worth a note that the model runs from its start.
 _MANY = 8
 
