@@ -1,17 +1,18 @@
-"""Bits per character of language models in 4 bits after `ptq.rotate`, beside the same models as they are.
+"""Bits per character of a language model in 4 bits after `ptq.rotate`, beside the same model as it is.
 
-    python benchmarks/text_rotated.py [--json FILE] [--quick] [--seeds N] [--steps N]
+    python benchmarks/text_rotated.py [--json FILE] [--quick] [--seeds N] [--steps N] [--gptq]
 
-There are two models, trained on the same text: the one of `text_model.py`, whose layer norms become RMSNorm, and a Llama of
-the same size (two layers of width 128, four heads), in which values are rotated too. Trained models as small as these have
-few outliers. "outliers" is the same Llama with outliers put in by hand, as large models have them: four channels of every
-norm are multiplied by 30, and the weights after it are divided by 30, so the float model is the same.
+The model is a Llama of the size of the model in `text_model.py` (two layers of width 128, four heads), trained on the same
+text. Models as small as this have few outliers. "outliers" is the same Llama with outliers put in by hand, as large models
+have them: four channels of every norm are multiplied by 30, and the weights after it are divided by 30, so the float model
+is the same.
 
     int4 (w4a4)        weights in groups of 32, inputs per token
     MXFP4, NVFP4       blocks of 32 with a power of two as scale, and of 16 with FP8 scales
 
 The figures are bits per character on the test text, mean ± standard deviation over the seeds, and the share of the loss
-that the rotation recovers: 1 - (rotated - float) / (nearest - float), of the means. "gptq" is applied after either.
+that the rotation recovers: 1 - (rotated - float) / (nearest - float), of the means. `--gptq` adds rows with `ptq.gptq` after
+either.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fakequant as fq
-from fakequant import presets, recipes
 from digits_formats import blocks
+from fakequant import presets, recipes
 from ptq_digits import versions
 from ptq_text import bits_per_character
 from text_formats import per_token
-from text_model import BLOCKS, CONTEXT, HEADS, WIDTH, Model, text, trained
+from text_model import BLOCKS, CONTEXT, HEADS, WIDTH, text, trained
 
 CONFIGS = {
     "int4 (w4a4)": per_token(presets.int4(), 4),
@@ -86,13 +87,12 @@ def quantized(model: nn.Module, config: fq.QuantConfig, data: list[Tensor], gptq
     return made.eval()
 
 
-def measure(figures: dict[tuple[str, str, str], list[float]], seed: int, steps: int) -> None:
+def measure(figures: dict[tuple[str, str, str], list[float]], seed: int, steps: int, with_gptq: bool) -> None:
     data = text(seed)
     generator = torch.Generator().manual_seed(seed)
     calibration = list(data.train[torch.randint(len(data.train), (128,), generator=generator)][:, :-1].split(16))
     llama = trained(data, seed, steps, Llama)
     models: dict[str, nn.Module] = {
-        "layer norms": trained(data, seed, steps, Model),
         "Llama": llama,
         "outliers": with_outliers(llama, seed),
     }
@@ -106,9 +106,9 @@ def measure(figures: dict[tuple[str, str, str], list[float]], seed: int, steps: 
         add(name, "float", "nearest", model)
         add(name, "float", "rotated", rotated)
         for title, config in CONFIGS.items():
-            for gptq in (False, True):
+            for gptq in (False, True) if with_gptq else (False,):
                 end = ", gptq" if gptq else ""
-                add(name, title, f"nearest{end}".replace("nearest, ", ""), quantized(model, config, calibration, gptq))
+                add(name, title, "gptq" if gptq else "nearest", quantized(model, config, calibration, gptq))
                 add(name, title, f"rotated{end}", quantized(rotated, config, calibration, gptq))
 
 
@@ -118,20 +118,21 @@ def formatted(figures: list[float]) -> str:
 
 
 def print_table(figures: dict[tuple[str, str, str], list[float]]) -> list[dict[str, object]]:
-    rows = ("nearest", "rotated", "gptq", "rotated, gptq")
+    rows = [
+        row for row in ("nearest", "rotated", "gptq", "rotated, gptq") if any(row == name for _, _, name in figures)
+    ]
+    pairs = [pair for pair in (("nearest", "rotated"), ("gptq", "rotated, gptq")) if pair[1] in rows]
     shares: list[dict[str, object]] = []
-    print(f"\n{'bits per character':<34}" + "".join(f"| {row:<16}" for row in rows) + "| recovered | with gptq")
+    print(f"\n{'bits per character':<34}" + "".join(f"| {row:<16}" for row in rows) + "| recovered" * len(pairs))
     for model, config in dict.fromkeys((model, config) for model, config, _ in figures):
         means = {row: statistics.mean(figures[model, config, row]) for row in rows if (model, config, row) in figures}
         cells = [f"| {formatted(figures[model, config, row]) if row in means else '':<16}" for row in rows]
         if config != "float":
             least = statistics.mean(figures[model, "float", "nearest"])
-            plain, gptq = (
-                1 - (means[after] - least) / (means[before] - least)
-                for before, after in (("nearest", "rotated"), ("gptq", "rotated, gptq"))
-            )
-            cells.append(f"| {100 * plain:7.0f} % | {100 * gptq:6.0f} %")
-            shares.append({"model": model, "config": config, "recovered": plain, "with gptq": gptq})
+            for before, after in pairs:
+                share = 1 - (means[after] - least) / (means[before] - least)
+                cells.append(f"| {100 * share:7.0f} % ")
+                shares.append({"model": model, "config": config, "row": after, "recovered": share})
         print(f"{model + ', ' + config:<34}" + "".join(cells))
     return shares
 
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400, help="of training in float")
     parser.add_argument("--quick", action="store_true", help="one seed and a quarter of the steps")
+    parser.add_argument("--gptq", action="store_true", help="rows with gptq too, which take longer")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps = 1, max(options.steps // 4, 1)
@@ -149,7 +151,7 @@ def main() -> int:
     figures: dict[tuple[str, str, str], list[float]] = {}
     start = time.perf_counter()
     for seed in range(options.seeds):
-        measure(figures, seed, options.steps)
+        measure(figures, seed, options.steps, options.gptq)
         print(f"seed {seed}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     shares = print_table(figures)
     if options.json:

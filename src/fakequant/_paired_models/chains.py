@@ -32,26 +32,22 @@ class NoChain(Exception):
 class _Unread(Tensor):
     """The result of a block that was not run. It can be passed on, but not read."""
 
-    block: str
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NoChain(f"{getattr(func, '__name__', func)} reads a result of a block that was not run")
 
 
-def _unread(block: str) -> Tensor:
-    made = torch.empty(0, device="meta").as_subclass(_Unread)
-    made.__dict__["block"] = block
-    return made
+def _unread() -> Tensor:
+    return torch.empty(0, device="meta").as_subclass(_Unread)
 
 
 class _Replaced(nn.Module):
     """Stands for a block and returns a result without computing it."""
 
-    def __init__(self, block: nn.Module, result: Any, before: str | None) -> None:
+    def __init__(self, block: nn.Module, result: Any) -> None:
         super().__init__()
         # Not children: the layers of the block are not part of the model while it runs.
-        self.__dict__.update(_block=block, _result=result, _before=before)
+        self.__dict__.update(_block=block, _result=result)
         self.training = block.training
 
     def __getattr__(self, name: str) -> Any:
@@ -59,9 +55,6 @@ class _Replaced(nn.Module):
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves: list[Any] = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, _Unread) and leaf.__dict__["block"] != self._before for leaf in leaves):
-            raise NoChain("a block reads results of several blocks")
         return self._result
 
 
@@ -120,9 +113,8 @@ class Chain:
             block = children[name]
             assert block is not None
             places.append((children, name, block))
-            before = self.blocks[number - 1] if number else None
             is_last = number == done - 1
-            children[name] = _Replaced(block, result if is_last else self.results[path], before)
+            children[name] = _Replaced(block, result if is_last else self.results[path])
         try:
             yield
         finally:
@@ -188,7 +180,7 @@ def _chain(path: str, module: nn.Module, calls: list[tuple[str, Any]], called: l
         leaves, structure = pytree.tree_flatten(result)
         if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
             return None
-        changed = [_unread(child) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        changed = [_unread() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         results[child] = pytree.tree_unflatten(changed, structure)
     return Chain(blocks, results)
 
