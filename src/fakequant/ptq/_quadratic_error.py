@@ -9,7 +9,6 @@ x is the input of the layer in the quantized model, and x_reference that in the 
 the same A. So methods need no data after A, b and c are known.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
@@ -31,6 +30,8 @@ _SWEEPS = 4
 _BLOCK = 32
 # Weights that are worked on at once. It bounds the memory for large layers, whose outputs are independent.
 _ELEMENTS = 1 << 22
+# By how much an error must be smaller to matter. At ties, float32 weights and scales decide by chance.
+_ROUNDING = 1e-5
 # As many matrices are worked on together. Of fewer, only the outputs that still change are.
 _MANY = 8
 
@@ -221,15 +222,6 @@ class _Codes:
         self.error = ((slope - problem.moments.b) * w).sum(-1) + problem.moments.c
         self.codes, self.slope = (t.transpose(1, 2).contiguous() for t in (codes.double(), slope))
 
-    def chosen(self, other: "_Codes") -> "_Codes":
-        """Returns, for each output, these codes or the other ones, whichever have the smaller error."""
-        made = copy.copy(self)
-        better = other.error < self.error
-        made.error = torch.where(better, other.error, self.error)
-        made.codes = torch.where(better[:, None], other.codes, self.codes)
-        made.slope = torch.where(better[:, None], other.slope, self.slope)
-        return made
-
     def descend(self) -> None:
         """Changes single codes where it lowers the error."""
         a = self.problem.moments.a
@@ -306,14 +298,18 @@ class Rounded(NamedTuple):
 
 
 def best_codes(problem: RoundingProblem, solve: Solver) -> Rounded:
-    """Returns, for each output, the better of the solver's codes and the nearest codes, improved one by one."""
+    """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
     solved = solve(problem)
     nearest, error = (torch.empty_like(problem.moments.c) for _ in range(2))
     for outputs in parts_of(problem.weight):
         part = problem.part(outputs)
-        before = _Codes(part, part.nearest())
-        best = before.chosen(_Codes(part, solved[:, outputs]))
-        best.descend()
-        nearest[:, outputs], error[:, outputs] = before.error, best.error
-        solved[:, outputs] = best.codes.transpose(1, 2)
+        starts = [_Codes(part, part.nearest()), _Codes(part, solved[:, outputs])]
+        best, least = part.nearest(), starts[0].error
+        nearest[:, outputs] = least
+        for made in starts:
+            made.descend()
+            better = made.error < (1 - _ROUNDING) * least
+            best = torch.where(better[..., None], made.codes.transpose(1, 2).to(best), best)
+            least = torch.where(better, made.error, least)
+        solved[:, outputs], error[:, outputs] = best, least
     return Rounded(solved, nearest, error)
