@@ -73,6 +73,8 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json
 	$(PY) benchmarks/ptq_digits.py --json benchmarks/results/latest-ptq-digits.json
 	$(PY) benchmarks/ptq_text.py --json benchmarks/results/latest-ptq-text.json
+	$(PY) benchmarks/text_rotated.py --json benchmarks/results/latest-text-rotated.json
+	$(PY) benchmarks/bench_ptq_depth.py --json benchmarks/results/latest-ptq-depth.json
 	$(PY) benchmarks/digits_formats.py --json benchmarks/results/latest-digits-formats.json
 	$(PY) benchmarks/text_formats.py --json benchmarks/results/latest-text-formats.json
 	$(PY) benchmarks/llama_cpp.py --json benchmarks/results/latest-llama-cpp.json

@@ -1,4 +1,4 @@
-"""A small language model of characters and its text, for `ptq_text.py`, `text_formats.py` and `llama_cpp.py`.
+"""A small language model of characters and its text, for `ptq_text.py`, `text_*.py` and `llama_cpp.py`.
 
 The text is the reference of the Python language, as far as the standard library carries it for `help()`
 (`pydoc_data.topics`): 465,000 characters. It is cut into 64 pieces, which every seed distributes anew: 6 for tests, 4 for

@@ -106,7 +106,7 @@ FIELD_VALUES = [
     "SCALE_RULES",
 ]
 
-PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
+PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "rotate", "smooth"]
 RECIPES = [
     "fp8", "fp8_block", "gguf", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8",
     "nvfp4", "nvfp4_weight_only", "w4a8",

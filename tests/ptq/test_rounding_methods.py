@@ -51,7 +51,7 @@ def test_codes_are_near_the_best_of_all_roundings(solve):
         down = torch.floor(given.weight / given.scale)
         ways = (down + torch.tensor(way) for way in itertools.product((0.0, 1.0), repeat=8))
         best = torch.stack([error(given, codes.clamp(given.qmin, given.qmax)) for codes in ways]).amin(0)
-        chosen = (best_codes(given, solve), solve(given), given.nearest())
+        chosen = (best_codes(given, solve).codes, solve(given), given.nearest())
         found, alone, nearest = (error(given, codes) for codes in chosen)
         assert (found <= nearest).all()
         sums += torch.stack([best.sum(), found.sum(), alone.sum(), nearest.sum()])
@@ -63,7 +63,7 @@ def test_codes_are_near_the_best_of_all_roundings(solve):
 
 def test_bad_codes_of_a_solver_are_replaced_by_improved_nearest_codes():
     given = problem(randn(40, 8) @ randn(8, 8, seed=2), randn(4, 8, seed=3))
-    found = best_codes(given, lambda given: torch.full_like(given.weight, given.qmin))
+    found = best_codes(given, lambda given: torch.full_like(given.weight, given.qmin)).codes
     assert (error(given, found) <= error(given, descend(given, given.nearest()))).all()
 
 

@@ -74,25 +74,49 @@ def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
 
 
 def float_copy(model: nn.Module, reference: nn.Module | None) -> nn.Module:
-    """Returns a copy of a prepared model that computes in float, with the weights of `reference` if it is given."""
-    made = copy.deepcopy(model)
+    """Returns a copy of a prepared model that computes in float, with the weights of `reference` if it is given.
+
+    It shares its parameters with `model` or `reference`, and has its own buffers.
+    """
+    own = dict(_named_tensors(model))
+    given = own if reference is None else _given(reference, own)
+    memo: dict[int, Any] = {
+        id(tensor): _like(given.get(name, tensor), tensor)
+        for name, tensor in own.items()
+        if isinstance(tensor, nn.Parameter)
+    }
+    made = copy.deepcopy(model, memo)
     link_norms(made)
     switch_quantizers(made, quantizing=False)
-    if reference is None:
-        return made
+    with torch.no_grad():
+        for name, tensor in _named_tensors(made):
+            if name in given and not isinstance(tensor, nn.Parameter):
+                tensor.copy_(given[name])
+    return made
+
+
+def _given(reference: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a float model by name. Raises ValueError if a prepared model has other ones."""
     if not isinstance(reference, nn.Module):
         raise TypeError(f"`reference` must be a float model or None, got {type(reference).__name__}.")
-    given, own = dict(_named_tensors(reference)), dict(_named_tensors(made))
+    given = dict(_named_tensors(reference))
     odd = next((name for name, t in given.items() if name not in own or own[name].shape != t.shape), None)
     if odd is not None or not given:
         raise ValueError(
             f"`reference` is not the float model of `model`: {odd or 'a parameter'} has no counterpart of the same "
             "shape.\nPass the model from before fakequant.prepare, or a copy of it."
         )
-    with torch.no_grad():
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
-    return made
+    return given
+
+
+def _like(given: Tensor, own: nn.Parameter) -> nn.Parameter:
+    """Returns a given value of a parameter, as a parameter of the same type and device."""
+    if given.data_ptr() == own.data_ptr():
+        return own
+    value = given.detach().to(own)
+    if isinstance(given, nn.Parameter) and value.data_ptr() == given.data_ptr():
+        return given
+    return nn.Parameter(value, requires_grad=own.requires_grad)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from fakequant.nn._folding import BatchNorm, will_fold
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._owners import OwnedProduct
 from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, undone_on_error
-from fakequant.ptq._rounding import layer_rows, weight_grid
+from fakequant.ptq._rounding import layer_rows, note_on, weight_grid
 
 _NO_PLACE = "it has no bias, and no batch norm follows"
 
@@ -81,7 +81,7 @@ def correct_bias(
                     continue
                 means.correct()
                 changes[path] = LayerChange.of(path, runs.layers[path], means.decibels())
-    return Changes("correct_bias", "SQNR dB", layer_rows(runs, changes, reasons, chosen))
+    return Changes("correct_bias", "SQNR dB", layer_rows(runs, changes, reasons, chosen), note_on(runs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +142,8 @@ class _Means:
 
 
 def _result_of(product: LayerProduct) -> Tensor:
-    """Returns the result of a product."""
-    return product.y
+    """Returns a copy of the result of a product, which the model may change in place."""
+    return product.y.clone()
 
 
 def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from fakequant._model.running import Data
 from fakequant.ptq._layer_changes import Changes, check_switch
-from fakequant.ptq._quadratic_error import RoundingProblem
+from fakequant.ptq._quadratic_error import RoundingProblem, parts_of
 from fakequant.ptq._rounding import round_layers
 
 # Columns that are rounded before the rest of the matrix is updated, in one product.
-_BLOCK = 128
+_BLOCK = 32
 
 
 def gptq(
@@ -83,29 +83,37 @@ def gptq(
 
 def _round_columns(problem: RoundingProblem, act_order: bool) -> Tensor:
     """Returns the codes that GPTQ chooses."""
-    a, b = problem.moments.a, problem.moments.b
-    diagonal = a.diagonal(dim1=1, dim2=2)
-    order = diagonal.argsort(1, descending=True) if act_order else torch.arange(a.shape[1], device=a.device)[None]
-    rows, columns = order[:, :, None], order[:, None, :]
-    lower = torch.linalg.cholesky(a.take_along_dim(rows, 1).take_along_dim(columns, 2))
-    start = torch.cholesky_solve(b.take_along_dim(columns, 2).transpose(1, 2), lower).transpose(1, 2)
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    scale, zero_point = (t.double().take_along_dim(columns, 2) for t in (problem.scale, problem.zero_point))
-    codes = _compensated(start.contiguous(), scale, zero_point, upper, problem)
-    return codes.take_along_dim(columns.argsort(2), 2).float()
+    a = problem.moments.a
+    order = a.diagonal(dim1=1, dim2=2).argsort(1, descending=True) if act_order else torch.arange(a.shape[1])[None]
+    order = order.to(a.device).expand(len(a), -1)
+    back = order.argsort(1)
+    lower = torch.linalg.cholesky(a.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None], 2))
+    inverse = torch.cholesky_inverse(lower)
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    codes = torch.empty_like(problem.weight)
+    for outputs in parts_of(codes):
+        part = problem.part(outputs)
+        # With inputs on axis 1, the weights of one column are neighbours in memory.
+        b, scale, zero_point = (
+            t.double().transpose(1, 2).take_along_dim(order[:, :, None], 1)
+            for t in (part.moments.b, part.scale, part.zero_point)
+        )
+        found = _compensated(torch.cholesky_solve(b, lower), scale, zero_point, upper, problem)
+        codes[:, outputs] = found.take_along_dim(back[:, :, None], 1).transpose(1, 2).float()
+    return codes
 
 
 def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: RoundingProblem) -> Tensor:
-    """Returns the codes of matrices, rounded column by column. Changes `w`."""
+    """Returns the codes of matrices with inputs on axis 1, rounded one after the other. Changes `w`."""
     codes = torch.empty_like(w)
-    columns = w.shape[2]
-    for start in range(0, columns, _BLOCK):
-        end = min(start + _BLOCK, columns)
-        errors = torch.empty_like(w[..., start:end])
+    inputs = w.shape[1]
+    for start in range(0, inputs, _BLOCK):
+        end = min(start + _BLOCK, inputs)
+        errors = torch.empty_like(w[:, start:end])
         for k in range(start, end):
-            code = problem.rounded(w[..., k] / scale[..., k], zero_point[..., k])
-            error = (w[..., k] - (code - zero_point[..., k]) * scale[..., k]) / upper[:, None, k, k]
-            w[..., k:end] -= error[..., None] * upper[:, None, k, k:end]
-            codes[..., k], errors[..., k - start] = code, error
-        w[..., end:] -= errors @ upper[:, start:end, end:]
+            code = problem.rounded(w[:, k] / scale[:, k], zero_point[:, k])
+            error = (w[:, k] - (code - zero_point[:, k]) * scale[:, k]) / upper[:, k, k, None]
+            codes[:, k], errors[:, k - start] = code, error
+            w[:, k + 1 : end].addcmul_(upper[:, k, k + 1 : end, None], error[:, None], value=-1)
+        w[:, end:] -= upper[:, start:end, end:].transpose(1, 2) @ errors
     return codes

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from fakequant._model.shelf import Shelf
 from fakequant._model.snapshot import Snapshot
 from fakequant._prepare.flow_graph import FlowGraph
 from fakequant._util.text import table
@@ -58,6 +59,8 @@ class Changes:
     # What `before` and `after` of the layers are.
     measure: str
     layers: list[LayerChange]
+    # What else to know about it.
+    note: str | None = None
 
     @property
     def changed(self) -> list[str]:
@@ -76,6 +79,7 @@ class Changes:
             for x in self.layers
         ]
         words = f"{self.method} changed {len(self.changed)} of {len(self.layers)} layers."
+        words += "" if self.note is None else f"\n{self.note}"
         return f"{table(header + ['not changed because'] * with_reasons, rows)}\n\n{words}"
 
 
@@ -100,21 +104,22 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
     The body may change values, but must not replace parameters.
     """
-    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     switches = [(q, q.observing, q.quantizing, q.frozen) for _, q in named_quantizers(model)]
     before = Snapshot(model)
-    try:
-        yield
-    except BaseException:
-        for quantizer, *states in switches:
-            for name, on in zip(("observing", "quantizing", "frozen"), states, strict=True):
-                if getattr(quantizer, name) != on:
-                    setattr(quantizer, name, on)
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
-        before.restore()
-        raise
+    with Shelf() as shelf:
+        values = [(parameter, shelf.put(parameter)) for parameter in model.parameters()]
+        try:
+            yield
+        except BaseException:
+            for quantizer, *states in switches:
+                for name, on in zip(("observing", "quantizing", "frozen"), states, strict=True):
+                    if getattr(quantizer, name) != on:
+                        setattr(quantizer, name, on)
+            with torch.no_grad():
+                for parameter, value in values:
+                    parameter.copy_(value())
+            before.restore()
+            raise
 
 
 def check_switch(name: str, value: Any) -> None:

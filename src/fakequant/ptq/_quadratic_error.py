@@ -11,7 +11,7 @@ the same A. So methods need no data after A, b and c are known.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,13 @@ _ROWS = 4096
 # How often coordinate descent goes over all inputs.
 _SWEEPS = 4
 # Inputs that are changed before the gradient of all others is updated, in one product.
-_BLOCK = 64
+_BLOCK = 32
+# Weights that are worked on at once. It bounds the memory for large layers, whose outputs are independent.
+_ELEMENTS = 1 << 22
+# By how much an error must be smaller to matter. At ties, float32 weights and scales decide by chance.
+_ROUNDING = 1e-5
+# As many matrices are worked on together. Of fewer, only the outputs that still change are.
+_MANY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Moments:
         a: Of shape (matrices, inputs, inputs).
         b: Of shape (matrices, outputs, inputs).
         c: Of shape (matrices, outputs).
+        amount: What was added to the diagonal of A, of shape (matrices,). None for nothing.
     """
 
     form: Form
@@ -47,15 +54,23 @@ class Moments:
     a: Tensor
     b: Tensor
     c: Tensor
+    amount: Tensor | None = None
 
     def error(self, matrix: Tensor) -> Tensor:
         """Returns the squared error of every output, with the shape (matrices, outputs)."""
         w = matrix.double()
         return (((w @ self.a - 2 * self.b) * w).sum(-1) + self.c).clamp(min=0)
 
-    def sqnr(self, matrix: Tensor) -> float:
-        """Returns the SQNR of the layer's output in dB."""
-        return decibels(float(self.c.sum()), float(self.error(matrix).sum()))
+    def sqnr(self, matrix: Tensor, error: Tensor) -> float:
+        """Returns the SQNR of the layer's output in dB, without damping. `error` is the error of the matrix."""
+        signal, noise = self.c.sum(), error.sum()
+        if self.amount is not None:
+            distances = torch.stack(
+                [(m - r).double().square().sum() for m, r in zip(matrix, self.reference, strict=True)]
+            )
+            own = torch.stack([r.double().square().sum() for r in self.reference])
+            signal, noise = signal - (self.amount * own).sum(), noise - (self.amount * distances).sum()
+        return decibels(float(signal), float(noise.clamp(min=0)))
 
     def damped(self, damping: float) -> "Moments":
         """Returns moments with `damping * mean(diagonal of A) * |w - w_reference|^2` added to the error.
@@ -64,18 +79,56 @@ class Moments:
         """
         amount = damping * self.a.diagonal(dim1=1, dim2=2).mean(1)
         amount = torch.where(amount > 0, amount, 1.0)  # inputs that are always 0
-        w = self.reference.double()
-        return dataclasses.replace(
-            self,
-            a=self.a + torch.diag_embed(amount[:, None].expand(-1, w.shape[2])),
-            b=self.b + amount[:, None, None] * w,
-            c=self.c + amount[:, None] * w.square().sum(-1),
-        )
+        w = self.reference
+        a, b = self.a.clone(), self.b.clone()
+        a.diagonal(dim1=1, dim2=2).add_(amount[:, None])
+        for of_matrix, weight, strength in zip(b, w, amount.tolist(), strict=True):
+            of_matrix.add_(weight, alpha=strength)
+        own = torch.stack([weight.double().square().sum(-1) for weight in w])
+        return dataclasses.replace(self, a=a, b=b, c=self.c + amount[:, None] * own, amount=amount)
 
 
 def rows_of(product: LayerProduct) -> Tensor:
     """Returns the rows of a product's input that are used, in float32. Empty if it has no matrix form."""
     return product.x.new_empty(0) if product.form is None else product.rows(_ROWS).float()
+
+
+class _Sums:
+    """Sums over the rows of both models, from which the moments of a layer follow.
+
+    A = sum of x^T x        cross = sum of x_reference^T x        square = sum of x_reference^T x_reference
+
+    b = w_reference cross   c = diagonal of w_reference square w_reference^T
+    """
+
+    def __init__(self, form: Form, weight: Tensor) -> None:
+        self.form = form
+        self.reference = form.matrix(weight).float()
+        matrices, _, inputs = self.reference.shape
+        self.sums = [torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)]
+
+    def add(self, part: int | None, products: tuple[Tensor, ...]) -> None:
+        own = slice(None) if part is None else slice(part, part + 1)
+        for total, product in zip(self.sums, products, strict=True):
+            total[own] += product
+
+    def moments(self) -> Moments:
+        a, cross, square = self.sums
+        w = self.reference
+        b, c = a.new_empty(w.shape), a.new_empty(w.shape[:2])
+        for part in parts_of(w):
+            own = w[:, part].double()
+            b[:, part] = own @ cross
+            c[:, part] = ((own @ square) * own).sum(-1)
+        self.sums.clear()
+        return Moments(self.form, w, a, b, c)
+
+
+def parts_of(matrix: Tensor) -> list[slice]:
+    """Returns slices of the outputs of matrices, so that their parts are not too large."""
+    matrices, outputs, inputs = matrix.shape
+    size = max(_ELEMENTS // max(matrices * inputs, 1), 1)
+    return [slice(start, start + size) for start in range(0, outputs, size)]
 
 
 def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Moments | None]:
@@ -85,33 +138,27 @@ def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, M
         pairs: The products of the layers, with `rows_of` the products of the reference.
         weights: The weights of the float model, by path.
     """
-    found: dict[str, Moments | None] = {}
+    found: dict[str, _Sums | None] = {}
+    last: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
     for pair in pairs:
         if pair.path not in found:
             form = pair.quantized.form
-            found[pair.path] = None if form is None else _zeros(form, weights[pair.path])
-        moments = found[pair.path]
-        if moments is not None:
-            _add(moments, pair)
-    return found
+            found[pair.path] = None if form is None else _Sums(form, weights[pair.path])
+        sums = found[pair.path]
+        if sums is None:
+            continue
+        x = rows_of(pair.quantized)
+        expected = x if pair.reference is None else pair.reference
+        # Layers with the same input have the same products.
+        if last is None or not _same(last[0], x) or not _same(last[1], expected):
+            one, other = x.transpose(1, 2), expected.transpose(1, 2)
+            last = (x, expected, (one @ x, other @ x, other @ expected))
+        sums.add(pair.quantized.part, last[2])
+    return {path: None if sums is None else sums.moments() for path, sums in found.items()}
 
 
-def _zeros(form: Form, weight: Tensor) -> Moments:
-    reference = form.matrix(weight).float()
-    matrices, outputs, inputs = reference.shape
-    shapes = ((matrices, inputs, inputs), (matrices, outputs, inputs), (matrices, outputs))
-    return Moments(form, reference, *(torch.zeros(s, dtype=torch.float64, device=weight.device) for s in shapes))
-
-
-def _add(moments: Moments, pair: Pair) -> None:
-    x = rows_of(pair.quantized)
-    expected = x if pair.reference is None else pair.reference
-    part = pair.quantized.part
-    own = slice(None) if part is None else slice(part, part + 1)
-    y = expected @ moments.reference[own].transpose(1, 2)
-    moments.a[own] += x.transpose(1, 2) @ x
-    moments.b[own] += y.transpose(1, 2) @ x
-    moments.c[own] += y.double().square().sum(1)
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.shape == y.shape and torch.equal(x, y))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +201,72 @@ class RoundingProblem:
         """Returns the codes nearest to the float weight."""
         return self.rounded(self.weight / self.scale, self.zero_point)
 
+    def part(self, outputs: slice) -> "RoundingProblem":
+        """Returns the problem of some of the outputs."""
+        names = ("reference", "b", "c")
+        moments = dataclasses.replace(self.moments, **{name: getattr(self.moments, name)[:, outputs] for name in names})
+        own = {name: getattr(self, name)[:, outputs] for name in ("weight", "scale", "zero_point")}
+        return dataclasses.replace(self, moments=moments, **own)
+
+
+class _Codes:
+    """Codes of a part of the outputs, with the gradient of their error. Inputs are on axis 1, and outputs on axis 2.
+
+    So the outputs of one input are neighbours in memory. The outputs are independent of each other.
+    """
+
+    def __init__(self, problem: RoundingProblem, codes: Tensor) -> None:
+        self.problem = problem
+        w = problem.values(codes.double())
+        slope = w @ problem.moments.a - problem.moments.b  # half the gradient
+        self.error = ((slope - problem.moments.b) * w).sum(-1) + problem.moments.c
+        self.codes, self.slope = (t.transpose(1, 2).contiguous() for t in (codes.double(), slope))
+
+    def descend(self) -> None:
+        """Changes single codes where it lowers the error."""
+        a = self.problem.moments.a
+        scale = self.problem.scale.double().transpose(1, 2).contiguous()
+        for matrix in range(len(a)) if len(a) < _MANY else ():
+            # An output that a whole sweep has not changed has no better code for any input.
+            left = torch.arange(scale.shape[2], device=a.device)
+            for _ in range(_SWEEPS):
+                if not len(left):
+                    break
+                parts = [t[matrix : matrix + 1, :, left] for t in (self.codes, self.slope, scale)]
+                before = parts[0].clone()
+                self._sweep(a[matrix : matrix + 1], *parts)
+                self.codes[matrix, :, left], self.slope[matrix, :, left] = parts[0][0], parts[1][0]
+                left = left[(parts[0] != before).any(1)[0]]
+        for _ in range(_SWEEPS) if len(a) >= _MANY else ():
+            before = self.codes.clone()
+            self._sweep(a, self.codes, self.slope, scale)
+            if torch.equal(self.codes, before):
+                break
+        b, w = self.problem.moments.b, self.problem.values(self.codes.transpose(1, 2))
+        self.error = ((self.slope.transpose(1, 2) - b) * w).sum(-1) + self.problem.moments.c
+
+    def _sweep(self, a: Tensor, codes: Tensor, slope: Tensor, scale: Tensor) -> None:
+        """Finds the best code for each input, one after the other, in place."""
+        problem = self.problem
+        curvature = a.diagonal(dim1=1, dim2=2)[..., None] * scale
+        for start in range(0, codes.shape[1], _BLOCK):
+            end = min(start + _BLOCK, codes.shape[1])
+            changes = torch.zeros_like(codes[:, start:end])
+            near, within = slope[:, start:end], a[:, start:end, start:end]
+            for k in range(start, end):
+                best = slope[:, k] / curvature[:, k]  # how far the code is above the best number
+                if problem.float_grid is not None:
+                    wanted = problem.rounded(codes[:, k] - best, codes[:, k])
+                else:
+                    wanted = (codes[:, k] - best.round_()).clamp_(problem.qmin, problem.qmax)
+                change = changes[:, k - start]
+                torch.sub(wanted, codes[:, k], out=change)
+                change *= scale[:, k]
+                codes[:, k] = wanted
+                near.addcmul_(within[:, :, k - start, None], change[:, None])
+            slope[:, :start] += a[:, :start, start:end] @ changes
+            slope[:, end:] += a[:, end:, start:end] @ changes
+
 
 def descend(problem: RoundingProblem, codes: Tensor) -> Tensor:
     """Returns codes whose error is not larger than the error of `codes`.
@@ -167,43 +280,36 @@ def descend(problem: RoundingProblem, codes: Tensor) -> Tensor:
     >>> descend(RoundingProblem(w, torch.ones(1, 1, 2), torch.zeros(1, 1, 2), -8, 7, moments), torch.zeros(1, 1, 2))
     tensor([[[1., 0.]]])
     """
-    a, is_float = problem.moments.a, problem.float_grid is not None
-    slope = problem.values(codes.double()) @ a - problem.moments.b  # half the gradient
-    # With inputs on axis 1, the outputs of one input are neighbours in memory.
-    codes, slope, scale = (t.double().transpose(1, 2).contiguous() for t in (codes, slope, problem.scale))
-    curvature = a.diagonal(dim1=1, dim2=2)[..., None] * scale
-    for _ in range(_SWEEPS):
-        before = codes.clone()
-        for start in range(0, codes.shape[1], _BLOCK):
-            end = min(start + _BLOCK, codes.shape[1])
-            changes = torch.zeros_like(codes[:, start:end])
-            for k in range(start, end):
-                best = slope[:, k] / curvature[:, k]  # how far the code is above the best number
-                if is_float:
-                    wanted = problem.rounded(codes[:, k] - best, codes[:, k])
-                else:
-                    wanted = (codes[:, k] - torch.round(best)).clamp(problem.qmin, problem.qmax)
-                change = (wanted - codes[:, k]) * scale[:, k]
-                codes[:, k], changes[:, k - start] = wanted, change
-                slope[:, start:end] += a[:, start:end, k, None] * change[:, None]
-            slope[:, :start] += a[:, :start, start:end] @ changes
-            slope[:, end:] += a[:, end:, start:end] @ changes
-        if torch.equal(codes, before):
-            break
-    return codes.transpose(1, 2).float()
+    made = _Codes(problem, codes)
+    made.descend()
+    return made.codes.transpose(1, 2).float()
 
 
 # Returns the codes of the weight, as floats.
 Solver: TypeAlias = Callable[[RoundingProblem], Tensor]
 
 
-def best_codes(problem: RoundingProblem, solve: Solver) -> Tensor:
+class Rounded(NamedTuple):
+    """Codes, with the errors of the nearest ones and of themselves, per output."""
+
+    codes: Tensor
+    nearest: Tensor
+    error: Tensor
+
+
+def best_codes(problem: RoundingProblem, solve: Solver) -> Rounded:
     """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
-    nearest = problem.nearest()
-    best, least = nearest, problem.moments.error(problem.values(nearest))
-    for start in (nearest, solve(problem)):
-        codes = descend(problem, start)
-        error = problem.moments.error(problem.values(codes))
-        best = torch.where((error < least)[..., None], codes, best)
-        least = torch.minimum(error, least)
-    return best
+    solved = solve(problem)
+    nearest, error = (torch.empty_like(problem.moments.c) for _ in range(2))
+    for outputs in parts_of(problem.weight):
+        part = problem.part(outputs)
+        starts = [_Codes(part, part.nearest()), _Codes(part, solved[:, outputs])]
+        best, least = part.nearest(), starts[0].error
+        nearest[:, outputs] = least
+        for made in starts:
+            made.descend()
+            better = made.error < (1 - _ROUNDING) * least
+            best = torch.where(better[..., None], made.codes.transpose(1, 2).to(best), best)
+            least = torch.where(better, made.error, least)
+        solved[:, outputs], error[:, outputs] = best, least
+    return Rounded(solved, nearest, error)

@@ -22,6 +22,9 @@ from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, und
 from fakequant.ptq._quadratic_error import Moments, RoundingProblem, Solver, best_codes, moments_of, rows_of
 from fakequant.spec import QuantSpec
 
+# Inputs of layers for which it is worth a note that the model runs from its start.
+_MANY = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
@@ -139,7 +142,8 @@ def round_layers(
     """
     _check_damping(damping)
     chosen = layer_filter("layers", layers)
-    with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of) as runs:
+    modules = () if blocks is None else blocks.layers
+    with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of, modules) as runs:
         reasons = reasons_against_rounding(model, runs.layers, needs_equal_steps=needs_equal_steps)
         changes: dict[str, LayerChange] = {}
         grids: dict[str, WeightGrid] = {}
@@ -148,15 +152,16 @@ def round_layers(
             weights = {path: runs.reference_weight(path) for path in paths}
             found = moments_of(runs.pairs(paths), weights) if paths else {}
             for path in paths:
-                moments = found.get(path)
+                moments = found.pop(path, None)
                 if moments is not None:
-                    grids[path] = weight_grid(runs.layers[path], weights[path])
-                    sqnr = _round(grids[path], moments, solve, damping)
+                    grids[path] = weight_grid(runs.layers[path], weights.pop(path))
+                    moments = moments.damped(damping)
+                    sqnr = _round(grids[path], moments, solve)
                     changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
             if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
                     changes[block] = _round_block(runs, block, blocks, grids)
-    return Changes(name, "SQNR dB", layer_rows(runs, changes, reasons, chosen, blocks))
+    return Changes(name, "SQNR dB", layer_rows(runs, changes, reasons, chosen, blocks), note_on(runs))
 
 
 def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, WeightGrid]) -> LayerChange:
@@ -165,6 +170,16 @@ def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, W
     if not own:
         return LayerChange.of(path, block, reason="the weights of its layers cannot be rounded")
     return LayerChange.of(path, block, blocks.round(block, own, runs.module_calls(path)))
+
+
+def note_on(runs: PairedRuns) -> str | None:
+    """Returns a note if the time of a method grows with the square of the depth of the model."""
+    if runs.in_blocks or len(runs.waves) <= _MANY:
+        return None
+    return (
+        "The model has no blocks that run one after another in an nn.ModuleList or nn.Sequential, so it ran from its "
+        "start for every layer."
+    )
 
 
 def layer_rows(
@@ -194,7 +209,7 @@ def layer_rows(
     return rows
 
 
-def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) -> tuple[float, float]:
+def _round(grid: WeightGrid, moments: Moments, solve: Solver) -> tuple[float, float]:
     """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
     form, spec = moments.form, grid.quantizer.spec
     problem = RoundingProblem(
@@ -203,12 +218,12 @@ def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) ->
         zero_point=form.matrix(grid.zero_point),
         qmin=spec.qmin,
         qmax=spec.qmax,
-        moments=moments.damped(damping),
+        moments=moments,
         float_grid=None if spec.float_format is None else QuantSpec(format=spec.format),
     )
-    codes = best_codes(problem, solve)
+    codes, nearest, error = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))
-    return moments.sqnr(problem.values(problem.nearest())), moments.sqnr(problem.values(codes))
+    return moments.sqnr(problem.values(problem.nearest()), nearest), moments.sqnr(problem.values(codes), error)
 
 
 def _check_damping(damping: float) -> None:
