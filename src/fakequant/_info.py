@@ -10,10 +10,11 @@ import numpy as np
 
 from fakequant import _native
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
+from fakequant._util.shown import Shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Info:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Info(Shown):
     """The result of `info()`."""
 
     version: str

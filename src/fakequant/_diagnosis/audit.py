@@ -29,6 +29,7 @@ from fakequant._export.onnx.reading import FileWeight, file_weights
 from fakequant._export.prepared_layers import grid_of
 from fakequant._model.running import check_module, evaluating
 from fakequant._prepare.attach import preparation
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._owners import stored_weight
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -67,8 +68,8 @@ class LayerAudit:
         return self.differing == 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Audit:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Audit(Shown):
     """The result of `audit`. Prints as a table.
 
     Attributes:

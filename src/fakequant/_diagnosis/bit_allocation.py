@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fakequant._prepare.bit_widths import weight_bytes
 from fakequant._util.packages import require
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 
 if TYPE_CHECKING:
@@ -275,8 +276,8 @@ class ParetoPoint:
     widths: dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pareto:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Pareto(Shown):
     """The result of `Sensitivity.pareto`. Prints as a table."""
 
     # Points of the least cost for their size, the smallest first.

@@ -20,6 +20,7 @@ from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._prepare.summary import Amount, Summary, shares_in_words, summary
 from fakequant._runtimes import RUNTIMES, find
 from fakequant._train.calibrate import calibrate
+from fakequant._util.shown import Shown
 from fakequant._util.text import shortened, table
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
@@ -35,8 +36,8 @@ class Stage:
     note: str = ""
 
 
-@dataclasses.dataclass
-class Check:
+@dataclasses.dataclass(repr=False)
+class Check(Shown):
     """The result of `check`. Prints as tables."""
 
     target: str

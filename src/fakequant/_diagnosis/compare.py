@@ -35,6 +35,7 @@ from fakequant._paired_models.matched_models import (
     with_products,
 )
 from fakequant._prepare.attach import link_norms
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._call_quantizers import before_call, counting_from, quantizers_in
 from fakequant.nn._folding import bias_error, factor_of
@@ -70,8 +71,8 @@ class LayerComparison:
     accumulated: Errors
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Shown):
     """The result of `compare`. Prints as a table."""
 
     layers: list[LayerComparison]

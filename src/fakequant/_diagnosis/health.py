@@ -14,6 +14,7 @@ from fakequant._model.snapshot import unchanged
 from fakequant._model.unfit_ranges import find_problem, sample_of
 from fakequant._paired_models.calls import watching_inputs
 from fakequant._paired_models.errors import known_qparams, quantized_weights
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._call_quantizers import further_calls
@@ -48,8 +49,8 @@ class QuantizerHealth:
     bias_error: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Health:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Health(Shown):
     """The result of `health`. It prints as a table."""
 
     quantizers: list[QuantizerHealth]
@@ -245,8 +246,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
-@dataclasses.dataclass
-class History:
+@dataclasses.dataclass(repr=False)
+class History(Shown):
     """The health of a model at several training steps. `fakequant.report` plots it.
 
     It remembers scales and codes of the last measurements, with which it compares the next one.

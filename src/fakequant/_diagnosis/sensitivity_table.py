@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 from fakequant import _runtimes
 from fakequant._diagnosis.bit_allocation import Pareto, pareto_of, within_budget
 from fakequant._prepare.bit_widths import weight_at
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.config import LayerConfig, QuantConfig, Rule
 
@@ -43,8 +44,8 @@ class LayerSensitivity:
     config: LayerConfig | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Sensitivity:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sensitivity(Shown):
     """The result of `sensitivity`, the most sensitive layer first. Prints as a table."""
 
     layers: list[LayerSensitivity]

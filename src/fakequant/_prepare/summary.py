@@ -14,6 +14,7 @@ from torch import nn
 from fakequant._model.unfit_ranges import find_problem
 from fakequant._prepare.attach import FLOW_BUFFER, preparation
 from fakequant._prepare.bit_widths import notes_on_formats, weight_bytes
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
@@ -43,8 +44,8 @@ class LayerSummary:
     output: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Summary(Shown):
     """The result of `summary`. It prints as tables."""
 
     layers: list[LayerSummary]

@@ -23,13 +23,14 @@ from fakequant._prepare.attach import preparation
 from fakequant._prepare.prepare import unprepare
 from fakequant._prepare.summary import summary
 from fakequant._runtimes.session import Session
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant._verify.file_of_model import check_accuracy_level, open_file_of
 from fakequant._verify.float_layers import layers_in_float
 
 
-@dataclasses.dataclass(frozen=True)
-class Latency:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Latency(Shown):
     """The result of `latency`. Prints as a table. Times are those of one call, in milliseconds."""
 
     # The runtime, as an argument of `verify`; the target of the file; the number of threads.

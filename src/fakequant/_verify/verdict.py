@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from fakequant._prepare.summary import Amount, shares_in_words
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
 
@@ -83,8 +84,8 @@ class OutputReport:
     runtime_perplexity: float | None = None
 
 
-@dataclasses.dataclass
-class Verification:
+@dataclasses.dataclass(repr=False)
+class Verification(Shown):
     """The result of `verify`. Prints as tables."""
 
     target: str

@@ -12,6 +12,7 @@ from torch import nn
 from fakequant._model.shelf import Shelf
 from fakequant._model.snapshot import Snapshot
 from fakequant._prepare.flow_graph import FlowGraph
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._model_quantizers import named_quantizers
 from fakequant.nn._owners import is_owner
@@ -42,8 +43,8 @@ class LayerChange:
         return cls(path=path, kind=float_class_of(layer).__name__, before=before, after=after, reason=reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class Changes:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Changes(Shown):
     """The result of a post-training method, in the order in which the layers run. Prints as a table.
 
     >>> print(Changes("gptq", "SQNR dB", [LayerChange("0", "Linear", 18.3, 21.9)]))

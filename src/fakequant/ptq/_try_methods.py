@@ -15,6 +15,7 @@ from fakequant._paired_models.calls import float_tensors
 from fakequant._paired_models.errors import ErrorSums
 from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._train.calibrate import calibrate
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.config import QuantConfig
 from fakequant.ptq._adaround import adaround
@@ -49,8 +50,8 @@ class MethodStage:
     seconds: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class MethodStages:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MethodStages(Shown):
     """The result of `try_methods`. Prints as a table."""
 
     stages: list[MethodStage]

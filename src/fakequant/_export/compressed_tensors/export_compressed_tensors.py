@@ -23,6 +23,7 @@ from fakequant._prepare.attach import preparation
 from fakequant._runtimes.transformers.target import TARGET
 from fakequant._util.files import writing_folder
 from fakequant._util.packages import require
+from fakequant._util.shown import Shown
 from fakequant._util.text import listed, table
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._kv_cache import quantized_caches
@@ -37,8 +38,8 @@ _PART = 1 << 20
 _EXPERTS = r"re:.*\.experts\.\d+\.\w+$"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompressedTensorsExport:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class CompressedTensorsExport(Shown):
     """The result of `export_compressed_tensors`. Prints as a table.
 
     Attributes:

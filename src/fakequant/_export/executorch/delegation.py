@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 
 # How an operator is computed: by XNNPACK in integers or in float, or by an operator of ExecuTorch itself.
@@ -35,8 +36,8 @@ class Operation:
     multiplications: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Delegation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Delegation(Shown):
     """How the operators of an exported program are computed.
 
     Attributes:

@@ -21,6 +21,7 @@ from fakequant._prepare.attach import preparation
 from fakequant._runtimes.llama_cpp.target import TARGET
 from fakequant._util.files import writing
 from fakequant._util.packages import require
+from fakequant._util.shown import Shown
 from fakequant._util.text import listed, table
 
 # What `general.file_type` says, by the type of most tensors.
@@ -52,8 +53,8 @@ class GgufTensor:
     shape: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GgufExport:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GgufExport(Shown):
     """The result of `export_gguf`. Prints as a table.
 
     Attributes:

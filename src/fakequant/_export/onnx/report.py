@@ -9,13 +9,14 @@ from fakequant._convert.golden.integer_layer import IntegerLayer, is_integer
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._export.layers import reason_for_float
 from fakequant._export.onnx.exported_modules import has_dynamic_kernel
+from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import input_grid_of
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OnnxExport:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class OnnxExport(Shown):
     """The result of `export_onnx`. Prints as a table.
 
     Attributes:

@@ -1,0 +1,62 @@
+"""Results show themselves: as text at the Python prompt, and as HTML tables in notebooks."""
+
+import dataclasses
+import re
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fakequant as fq
+from fakequant._util.shown import Shown, html_of
+from fakequant._util.text import table
+
+PRINTED = {name: cls for name, cls in vars(fq.results).items() if isinstance(cls, type) and "__str__" in vars(cls)}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_results_that_print_as_tables_do_so_at_the_prompt(name):
+    assert issubclass(PRINTED[name], Shown)
+    assert PRINTED[name].__repr__ is Shown.__repr__
+
+
+def test_there_are_such_results():
+    assert {"Verification", "Summary", "Health", "Comparison", "Latency", "Check", "Changes"} <= set(PRINTED)
+    assert repr(fq.info()) == str(fq.info())
+
+
+def cells(html, tag):
+    return re.findall(f"<{tag} [^>]*>(.*?)</{tag}>", html)
+
+
+def test_tables_have_their_cells_in_html():
+    text = "before <b>\n\n" + table(["layer", "why", "n"], [["0", "a | b", 8], ["conv.1 + x", "", 16]]) + "\n\nafter"
+    html = html_of(text)
+    assert cells(html, "p") == ["before &lt;b&gt;", "after"]
+    assert cells(html, "th") == ["layer", "why", "n"]
+    assert cells(html, "td") == ["0", "a | b", "8", "conv.1 + x", "", "16"]
+    assert re.findall(r"<td style=\"text-align: (\w+)", html) == ["left", "left", "right"] * 2
+    assert html.count("<table") == html.count("</table>") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "one line", "a\n---\nb", "a | b\n--+--\nc", table(["name"], []), table(["n"], [[1]])]
+)
+def test_any_text_has_html(text):
+    html = html_of(text)
+    assert html.startswith("<div")
+    assert html.endswith("</div>")
+    words = re.sub(r"<[^>]*>", " ", html).split()
+    assert [w for w in words if w.isalnum()] == [w for w in text.split() if w.isalnum()]
+
+
+def test_html_has_no_scripts_and_no_colors():
+    html = fq.info()._repr_html_() + html_of(table(["a", "b"], [["<script>", 1]]))
+    assert "<script" not in html
+    assert not re.search(r"#[0-9a-f]{3}|rgb|(?<!current)color:", html)
+
+
+def test_a_shown_dataclass_still_compares_and_has_fields():
+    found = fq.info()
+    assert found == dataclasses.replace(found)
+    assert found != dataclasses.replace(found, num_threads=found.num_threads + 1)
