@@ -115,3 +115,48 @@ def test_ptq_refuses_wrong_arguments_in_one_line(arguments, part, here, capsys):
     assert out == ""
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+RECIPE = ["--recipe", "script.py:config"]
+
+
+def test_a_model_goes_from_ptq_to_a_verified_file_without_a_script(here, capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert main([*ARGUMENTS, "--method", "gptq", "--out", "q.pt"]) == 0
+    state = ["--state", "q.pt"]
+    assert main(["export", "script.py:make", "script.py:batches", "model.onnx", *RECIPE, *state, "--json"]) == 0
+    written = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
+    assert written["bytes"] == (here / "model.onnx").stat().st_size
+    assert list(written["integers"]) == ["0", "2"]
+    assert main(["verify", "script.py:make", "model.onnx", "script.py:batches", *RECIPE, *state]) == 0
+    assert main(["verify", "script.py:make", "model.onnx", "script.py:endless", *RECIPE, *state, "--steps", "2"]) == 0
+    assert main([*ARGUMENTS, "--out", "other.pt"]) == 0  # adaround chooses other codes
+    assert main(["verify", "script.py:make", "model.onnx", "script.py:batches", *RECIPE, "--state", "other.pt"]) == 2
+    assert "different in the file" in capsys.readouterr().err
+
+
+def test_export_writes_what_the_target_reads(here, capsys):
+    pytest.importorskip("executorch")
+    assert main([*ARGUMENTS, "--target", "xnnpack", "--out", "q.pt"]) == 0
+    arguments = ["script.py:make", "script.py:batches", "model.pte", *RECIPE, "--state", "q.pt", "--target", "xnnpack"]
+    assert main(["export", *arguments]) == 0
+    assert "layers in integers: 1 of 2" in capsys.readouterr().out
+    assert (here / "model.pte").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--target", "xnnpack"], "--target is for float models; use it with --recipe"),
+        ([*RECIPE, "--base", "float.gguf"], "--base is for GGUF files"),
+        (RECIPE, "not calibrated"),
+        ([], "not prepared"),
+        ([*RECIPE, "--state", "none.pt"], "There is no file 'none.pt'"),
+    ],
+    ids=str,
+)
+def test_export_refuses_wrong_arguments_in_one_line(arguments, part, here, capsys):
+    assert main(["export", "script.py:make", "script.py:batches", "model.onnx", *arguments]) == 2
+    assert part in capsys.readouterr().err
+    assert not (here / "model.onnx").exists()

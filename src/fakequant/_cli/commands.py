@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fakequant._cli.loading import find, folder_to_write, load_config, load_data, load_model
+from fakequant._cli.loading import find, folder_to_write, load_config, load_data, load_model, load_state
 from fakequant._cli.output import UsageError, shows_progress
 from fakequant._cli.parser import (
     Answer,
@@ -23,13 +23,18 @@ from fakequant._cli.parser import (
     whole_number,
 )
 from fakequant._info import info
-from fakequant._runtimes import RUNTIMES
+from fakequant._runtimes import RUNTIMES, find as find_target
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fakequant.config import QuantConfig
 
 # Optional packages. Their versions are read without importing them.
-PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "scikit-learn")
+PACKAGES = (
+    "onnx", "onnxruntime", "onnxscript", "openvino", "executorch", "compressed-tensors", "gguf", "cyllama",
+    "safetensors", "transformers", "peft", "lightning", "triton", "matplotlib", "scikit-learn",
+)  # fmt: skip
 # Not for the integer kernels of a target.
 FLOAT_RECIPES = ("fp8", "mxfp8", "mxfp4_weight_only", "nvfp4")
 RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8", *FLOAT_RECIPES)
@@ -255,6 +260,72 @@ def run_ptq(options: argparse.Namespace) -> Answer:
 # --- what a prepared model computes -----------------------------------------------------------------
 
 
+def add_prepared(parser: Parser) -> None:
+    """Adds the options that make a prepared model: a state, and a recipe for float models."""
+    add_state(parser)
+    add_recipe(parser, "prepare a float model like this, as `fakequant ptq` did; the state is then loaded into it")
+    parser.add_argument("--target", metavar="TARGET", help="with --recipe: what the model will run on")
+
+
+def prepared_model(options: argparse.Namespace, first: Any) -> "nn.Module":
+    """Returns the prepared model that the options of `add_prepared` describe. `first` shows how data flows."""
+    if options.recipe is None:
+        if options.target:
+            raise UsageError("--target is for float models; use it with --recipe")
+        return load_model(options.model, options.state)
+    model = load_model(options.model)
+    from fakequant._prepare.attach import is_prepared
+    from fakequant._prepare.prepare import prepare
+
+    if is_prepared(model):
+        raise UsageError(f"{options.model} is already prepared; remove --recipe")
+    config = find_recipe(options.recipe)
+    model = prepare(model, dataclasses.replace(config, target=options.target or config.target), first)
+    if options.state:
+        load_state(model, options.state)
+    return model
+
+
+def add_export(commands: Commands) -> None:
+    parser = commands.add(
+        "export",
+        run_export,
+        "write a prepared model as the file of its target, and run it once",
+        about="ONNX, ExecuTorch programs, folders of compressed-tensors, or GGUF files.",
+        examples=[
+            "train.py:make_model train.py:batches model.onnx --state model.pt",
+            "train.py:make_float train.py:batches model.onnx --recipe w4a8 --state quantized.pt",
+        ],
+        extra="onnx",
+    )
+    add_model(parser)
+    add_data(parser, words=", of which the first shows the shapes of inputs")
+    parser.add_argument("file", metavar="FILE", help="the file or folder to write")
+    add_prepared(parser)
+    parser.add_argument("--base", metavar="FILE", help="for GGUF: a float file of llama.cpp's converter to start from")
+
+
+def run_export(options: argparse.Namespace) -> Answer:
+    """Answers with what the exporter of the model's target has written."""
+    first, _ = _first(options.data, load_data(options.data))
+    model = prepared_model(options, first)
+    import fakequant
+    from fakequant._prepare.attach import preparation
+
+    target = preparation(model).config.target
+    exporter = find_target(target).runtime.exporter
+    if options.base and exporter != "export_gguf":
+        raise UsageError(f"--base is for GGUF files; the target {target} has none")
+    found: Any
+    if exporter == "export_gguf":
+        found = fakequant.export_gguf(model, options.file, options.base)
+    elif exporter == "export_compressed_tensors":
+        found = fakequant.export_compressed_tensors(model, options.file)
+    else:
+        found = getattr(fakequant, exporter)(model, options.file, first)
+    return Answer(str(found), dataclasses.asdict(found))
+
+
 def add_verify(commands: Commands) -> None:
     parser = commands.add(
         "verify",
@@ -262,6 +333,7 @@ def add_verify(commands: Commands) -> None:
         "check, code by code, that an exported model computes what was trained",
         examples=[
             "train.py:make_model model.onnx train.py:test_data --state model.pt",
+            "train.py:make_float model.onnx train.py:test_data --recipe w4a8 --state quantized.pt",
             "train.py:make_model model.pte train.py:test_data --time --threads 2",
         ],
         yes="the file computes what was trained",
@@ -272,7 +344,7 @@ def add_verify(commands: Commands) -> None:
     suffixes = ", ".join(dict.fromkeys(runtime.suffix for runtime in RUNTIMES.values() if runtime.suffix))
     parser.add_argument("file", metavar="FILE", help=f"the exported file ({suffixes}) or folder")
     add_data(parser)
-    add_state(parser)
+    add_prepared(parser)
     add_steps(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, help="the runtime (default: the runtime of the file's target)")
     parser.add_argument(
@@ -291,11 +363,11 @@ def run_verify(options: argparse.Namespace) -> Answer:
     """Answers with the tables of `fakequant.verify`, and of `fakequant.latency` if asked for."""
     if options.threads is not None and not options.time:
         raise UsageError("--threads is for measuring the time; use it with --time")
-    model = load_model(options.model, options.state)
     data = load_data(options.data)
     first = None
-    if options.time:
+    if options.time or options.recipe:
         first, data = _first(options.data, data)
+    model = prepared_model(options, first)
     from fakequant._verify.verify import verify
 
     settings = {"runtime": options.runtime, "accuracy_level": options.accuracy_level}
@@ -392,4 +464,4 @@ def run_report(options: argparse.Namespace) -> Answer:
 
 
 # In the order of the help.
-COMMANDS = (add_info, add_demo, add_check, add_summary, add_ptq, add_verify, add_audit, add_report)
+COMMANDS = (add_info, add_demo, add_check, add_summary, add_ptq, add_export, add_verify, add_audit, add_report)

@@ -57,7 +57,7 @@ def load_model(where: str, state: str | None = None, *, prepared: bool = True, o
         if not isinstance(found, torch.nn.Module):
             raise UsageError(f"{where}() returned {type(found).__name__}; it must return a torch.nn.Module")
     if state:
-        _load_state(found, state, option, prepared)
+        load_state(found, state, option, prepared)
     return found
 
 
@@ -93,7 +93,7 @@ def load_config(where: str) -> "QuantConfig":
     return found
 
 
-def _load_state(model: "nn.Module", path: str, option: str, prepared: bool) -> None:
+def load_state(model: "nn.Module", path: str, option: str = "--state", prepared: bool = True) -> None:
     """Loads a file that `torch.save(model.state_dict(), path)` wrote into the model."""
     import torch
 
