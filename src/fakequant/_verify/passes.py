@@ -207,7 +207,7 @@ class Passes:
             yield
 
     def rounding(self, codes: Codes, inputs: Inputs, found: Pass) -> Rounding:
-        """Measures the effect of rounding on the inputs of the grids that differ and on the results."""
+        """Measures the effect of rounding on the inputs of the grids that differ and on the results, in one repetition."""
         wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
 
         def compute() -> list[Tensor]:
@@ -222,7 +222,8 @@ class Passes:
                 results = leaves.tensors(self.golden(*args, **kwargs))
             return [*(kept[number] for number in range(len(wanted))), *results]
 
-        return Rounding(compute, [*(difference.x for difference in found.differences), *found.results])
+        exact = [*(difference.x for difference in found.differences), *found.results]
+        return Rounding(compute, exact, repetitions=1)
 
     def rounding_of_prepared(self, inputs: Inputs, found: Pass) -> Rounding:
         """Measures the effect of rounding in the prepared model, whose quantizers return what they return without it.

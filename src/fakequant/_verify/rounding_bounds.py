@@ -27,7 +27,7 @@ _AMPLITUDE = 32
 # The same for torch's own kernels, which ran and are compared: a few units.
 TORCHS_AMPLITUDE = 2
 _UNIT = 2.0**-24
-_REPETITIONS = 4
+REPETITIONS = 4
 # Results are within rounding if they differ by at most this factor times the largest change seen.
 _MARGIN = 2
 
@@ -183,7 +183,11 @@ class Rounding:
     """The largest change of each result when a computation is repeated with rounding errors."""
 
     def __init__(
-        self, compute: Callable[[], list[Tensor]], results: list[Tensor], amplitude: float = _AMPLITUDE
+        self,
+        compute: Callable[[], list[Tensor]],
+        results: list[Tensor],
+        amplitude: float = _AMPLITUDE,
+        repetitions: int = REPETITIONS,
     ) -> None:
         """`compute` is repeated with errors of this amplitude; `results` are its results without errors."""
         self._amplitude = amplitude
@@ -193,10 +197,12 @@ class Rounding:
         self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in self._exact]
         # Integers and bools that changed in a repetition.
         self.unsteady = [torch.zeros(x.shape, dtype=torch.bool) for x in self._exact]
-        self.repeat(_REPETITIONS)
+        self.repetitions = 0
+        self.repeat(repetitions)
 
     def repeat(self, times: int) -> None:
-        """Repeats the computation `times` times, each time with different errors."""
+        """Repeats the computation `times` times, each time with different errors. Tolerances only become larger."""
+        self.repetitions += times
         for seed in islice(self._seeds, times):
             with Perturbed(seed, self._amplitude):
                 again = self._compute()
