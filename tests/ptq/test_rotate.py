@@ -189,6 +189,143 @@ def test_other_models_are_refused_and_unchanged(name):
     assert len({id(p) for p in model.parameters()}) == len({id(p) for p in before.parameters()})
 
 
+class Small(nn.Module):
+    """A block without attention. A negative `shift` keeps it silent on most inputs."""
+
+    def __init__(self, width=16, shift=0.0):
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(width), nn.Linear(width, 2 * width, bias=False)
+        self.down, self.shift = nn.Linear(2 * width, width, bias=False), shift
+
+    def forward(self, x):
+        return x + self.down((self.up(self.norm(x)) + self.shift).relu())
+
+
+class Blocks(nn.Module):
+    """A residual stream of 16 channels, and parts that `forward` uses if it is told to."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.kinds = nn.Embedding(40, 16), nn.Embedding(2, 16)
+        self.blocks = nn.Sequential(*(make() for make in blocks))
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 16, bias=False)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 16))
+
+    def forward(self, input_ids, kinds=None, scaled=False):
+        x = self.embedding(input_ids)
+        y = self.head(self.norm(self.blocks(x if kinds is None else x + self.kinds(kinds))))
+        return y * self.scale if scaled else y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_16_bits_are_rotated_in_float32_and_rounded_once(dtype):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    assert model.model.layers[3].mlp.down_proj.weight.std() < 0.03  # blocks add little to the stream
+    parameters = dict(model.named_parameters())
+    precise = copy.deepcopy(model).float()
+    changes = [fq.ptq.rotate(m, TOKENS) for m in (model, precise)]
+    assert changes[0].layers == changes[1].layers
+    assert all(p is parameters[name] for name, p in model.named_parameters() if name != "lm_head.weight")
+    assert_same_model(precise.to(dtype), model)
+
+
+def test_new_parameters_and_inputs_of_16_bits():
+    model, precise = (scramble(Tokens()).to(torch.bfloat16) for _ in range(2))
+    precise.float()
+    for other in (model, precise):
+        fq.ptq.rotate(other, TOKENS["input_ids"])
+    assert_same_model(precise.to(torch.bfloat16), model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_blocks_of_zeros_are_rotated():
+    model = Blocks(Small, Small, Small)
+    del model.kinds, model.scale
+    nn.init.zeros_(model.blocks[1].down.weight)  # so that two norms of the same weight read the same
+    model.double()
+    expected = run(model)
+    fq.ptq.rotate(model, TOKENS["input_ids"])
+    torch.testing.assert_close(run(model), expected, rtol=1e-10, atol=1e-10)
+
+
+class Two(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.flipped = nn.Embedding(40, 12)
+        self.flipped.weight = self.embedding.weight
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids) + self.position + self.flipped(input_ids.flip(-1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_embeddings_that_share_a_weight_are_rotated_once():
+    model = scramble(Two())
+    expected = run(model)
+    fq.ptq.rotate(model, TOKENS["input_ids"])
+    torch.testing.assert_close(run(model), expected, rtol=1e-10, atol=1e-10)
+    assert model.flipped.weight is model.embedding.weight
+
+
+class Part(Small):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(4, 32)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(self.up(y) + self.part(y[..., :4]))
+
+
+class Tied(Blocks):
+    """An embedding that the example does not use has the weight of the output layer."""
+
+    def __init__(self):
+        super().__init__(Small, Small)
+        self.kinds = nn.Embedding(16, 16)
+        self.head.weight = self.kinds.weight
+
+    def forward(self, input_ids):
+        return super().forward(input_ids, scaled=True)
+
+
+UNKNOWN = {
+    "not called": (lambda: Blocks(Small, Small), {}, r"does not reach scale, kinds.weight"),
+    "tied": (Tied, {}, r"does not reach kinds.weight"),
+    "not read": (lambda: Blocks(Small, Small), {"kinds": torch.ones(2, 20, dtype=torch.long)}, "does not reach scale,"),
+    "silent": (
+        lambda: Blocks(Small, lambda: Small(shift=-100), Small),
+        {"kinds": torch.ones(2, 20, dtype=torch.long), "scaled": True},
+        r"The outputs of blocks.1.down are 0 on the example",
+    ),
+    "part": (
+        lambda: Blocks(Small, Part),
+        {"kinds": torch.ones(2, 20, dtype=torch.long), "scaled": True},
+        "blocks.1.part reads 4 of the 16 channels of blocks.1.norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_example_does_not_show_is_refused(name):
+    make, more, reason = UNKNOWN[name]
+    model = make().double()
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=reason):
+        fq.ptq.rotate(model, {"input_ids": TOKENS["input_ids"], **more})
+    assert_same_model(before, model)
+
+
+def test_the_note_says_that_checkpoints_cannot_hold_a_model_of_other_norms():
+    assert "from_pretrained cannot load it" in fq.ptq.rotate(MODELS["gpt2"](), TOKENS).note
+    assert "from_pretrained" not in fq.ptq.rotate(MODELS["qwen2"](), TOKENS).note
+
+
 def test_wrong_arguments():
     model = MODELS["layer norms"]()
     with pytest.raises(TypeError, match="`heads` must be True or False"):

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.torch_private import TorchDispatchMode, pytree
 from fakequant._model.running import Batch, call_arguments, check_module, copied, describing_call, evaluating
 from fakequant._model.shelf import Shelf
 from fakequant._model.snapshot import unchanged
 from fakequant._paired_models.calls import Args, Kwargs, Result, first_tensor, float_tensors, watching
 from fakequant._prepare.attach import is_prepared
+from fakequant._util.text import listed
 from fakequant.nn._layers import Linear, TransposedLinear
 from fakequant.nn._quantized_layer import kind_of
 from fakequant.ptq._channels import by_channel, parameters_of, reason_against_layer
@@ -22,7 +24,9 @@ from fakequant.ptq._orthogonal import orthogonal
 
 # By how much the outputs may change, relative to their size: rounding errors of the weights and of all layers. Norms of
 # transformers compute in float32 whatever the type of the model.
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Models of these types are rotated in float32: their own rounding errors would hide what is added to the stream.
+_SHORT = (torch.float16, torch.bfloat16)
 # Layers whose outputs are added to the residual stream at once.
 _TOGETHER = 3
 _FIX = "Rotate only models whose blocks compute x + f(norm(x)), with linear layers at both ends of f."
@@ -42,12 +46,18 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
     q. LayerNorm does too when the layers before it take out the mean; it is replaced by `nn.RMSNorm`.
 
     The model computes the same as before, up to rounding, which is checked on the example. All rotations are folded
-    into weights: nothing is added to the model, and every target can run it. Inputs of layers after an activation
-    function, such as `down_proj`, could only be rotated at run time, which no target does, so they stay as they are.
+    into weights: nothing runs with the model that did not before. Inputs of layers after an activation function, such
+    as `down_proj`, could only be rotated at run time, which no target does, so they stay as they are.
+
+    A transformers model with LayerNorm, such as GPT-2, is another model than its class afterwards: its norms are
+    `nn.RMSNorm`, and layers after them have biases. `from_pretrained` would make the old norms, so checkpoints, folders
+    of compressed-tensors and GGUF files cannot hold it. Pickle it, or export it to ONNX or ExecuTorch.
 
     Call it before `prepare`, so that ranges are those of the rotated model. The blocks must compute x + f(norm(x)), as
-    Llama, Mistral, Qwen, GPT-2 and vision transformers do. Values are rotated in attention that has linear layers
-    `v_proj` and `o_proj`, and `head_dim`. An output layer that shares its weight with an embedding gets its own.
+    Llama, Mistral, Qwen and GPT-2 do, and the stream must start with embeddings. The example must reach all layers.
+    Values are rotated in attention that has linear layers `v_proj` and `o_proj`, and `head_dim`. An output layer that
+    shares its weight with an embedding gets its own. Models in float16 and bfloat16 are rotated in float32, and their
+    weights are rounded once at the end.
 
     Args:
         model: A float model.
@@ -81,9 +91,10 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
     _check(model, residual, heads, seed)
     with ExitStack() as undo:
         undo.enter_context(evaluating(model))
+        added = undo.enter_context(_in_float32(model))
         stream = _watched(model, example)
-        with _Changing(model) as changing:
-            pairs = list(_value_layers(model)) if heads else []
+        with _Changing(model, added) as changing:
+            pairs = [pair for pair in _value_layers(model) if {*pair[:2]} <= {*stream.linear}] if heads else []
             if residual:
                 _rotate_stream(model, _find_stream(stream), changing, seed)
             for values, outputs, size in pairs:
@@ -108,6 +119,12 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
     if heads and not pairs:
         notes.append("Values are not rotated: no attention has linear layers `v_proj` and `o_proj`, and `head_dim`.")
     notes += [f"{path} no longer shares its weight with an embedding." for path in changing.untied]
+    if changing.remade and hasattr(model, "from_pretrained"):
+        notes.append(
+            f"{type(model).__name__} makes other modules than the model has now ({listed(list(changing.remade))}), so "
+            "from_pretrained cannot load it, and folders of compressed-tensors and GGUF files cannot hold it: pickle "
+            "it, or export it to ONNX or ExecuTorch."
+        )
     return Changes("rotate", "input peak", rows, " ".join(notes))
 
 
@@ -147,7 +164,59 @@ class _Watched(NamedTuple):
     # max |x| / rms(x) of the inputs of linear layers.
     peaks: dict[str, float]
     outputs: list[Tensor]
+    # The addresses of the tensors that operations read.
+    read: set[int]
     model: nn.Module
+
+
+class _Reads(TorchDispatchMode):
+    """Keeps the addresses of all tensors that operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                self.addresses.add(_address(x))
+        return func(*args, **(kwargs or {}))
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Context in which parameters and buffers of 16 bits are in float32. Parameters keep their new values, rounded.
+
+    Yields a list for new parameters, each with the parameter whose type it gets at the end.
+    """
+    added: list[tuple[nn.Parameter, Tensor]] = []
+    with ExitStack() as undo:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype in _SHORT:
+                    undo.callback(module._buffers.__setitem__, name, buffer)
+                    module._buffers[name] = buffer.float()
+        short = [(p, p.data) for p in model.parameters() if p.dtype in _SHORT]
+        for p, data in short:
+            undo.callback(setattr, p, "data", data)
+            p.data = data.float()
+        yield added
+        types = {id(p): data.dtype for p, data in short}
+        for p, like in added:  # which may be new itself
+            if id(like) in types:
+                types[id(p)] = types[id(like)]
+        new = [(p, types[id(p)]) for p, _ in added if id(p) in types]
+        for p, dtype in [*((p, data.dtype) for p, data in short), *new]:
+            if p.isfinite().all() and not p.to(dtype).isfinite().all():
+                raise ValueError(f"A rotated weight is too large for {dtype}.\nUse model.to(torch.bfloat16) first.")
+        for p, data in short:
+            data.copy_(p)
+        for p, dtype in new:
+            p.data = p.data.to(dtype)
 
 
 def _watched(model: nn.Module, example: Batch) -> _Watched:
@@ -185,6 +254,10 @@ def _watched(model: nn.Module, example: Batch) -> _Watched:
 
     modules = {p: m for p, m in model.named_modules() if isinstance(m, nn.Embedding) or _is_linear(m) or _is_norm(m)}
     args, kwargs = copied(*call_arguments(model, example, "`example`"))
+    # The model is in float32, see `_in_float32`.
+    args, kwargs = pytree.tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _SHORT else x, (args, kwargs)
+    )
     with ExitStack() as undo:
         undo.enter_context(unchanged(model))
         undo.enter_context(torch.random.fork_rng(devices=[]))
@@ -193,8 +266,9 @@ def _watched(model: nn.Module, example: Batch) -> _Watched:
                 undo.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
         undo.enter_context(watching(modules, look))
         undo.enter_context(describing_call(model, example, "`example`"))
+        reads = undo.enter_context(_Reads())
         outputs = [y.clone() for y in float_tensors(model(*args, **kwargs))]
-    return _Watched(norms, calls, embeddings, list(order), peaks, outputs, model)
+    return _Watched(norms, calls, embeddings, list(order), peaks, outputs, reads.addresses, model)
 
 
 def _peak(x: Tensor) -> float:
@@ -236,19 +310,30 @@ class _Stream(NamedTuple):
 def _find_stream(seen: _Watched) -> _Stream:
     """Returns the residual stream. Raises ValueError if the model has none that can be rotated."""
     model = seen.model
+    found: dict[int, list[str]] = {}
+    for layer, ran, x, _ in seen.calls:
+        number = _source(x, seen.norms[:ran])
+        if number is None:
+            continue
+        path, _, y = seen.norms[number]
+        if x.shape[-1] != y.shape[-1]:
+            raise ValueError(
+                f"{layer} reads {x.shape[-1]} of the {y.shape[-1]} channels of {path}, which are mixed.\n{_FIX}"
+            )
+        found.setdefault(number, []).append(layer)
+    places = sorted(found)
     readers: dict[str, list[str]] = {}
-    places: list[int] = []
-    for number, (path, _, y) in enumerate(seen.norms):
-        own = [layer for layer, _, x, _ in seen.calls if _is_same(x, y)]
-        if own:
-            readers[path] = list(dict.fromkeys([*readers.get(path, []), *own]))
-            places.append(number)
+    for number in places:
+        path = seen.norms[number][0]
+        readers[path] = list(dict.fromkeys([*readers.get(path, []), *found[number]]))
     widths = {len(_weight_of(model, path)) for path in readers}
     if not readers or len(widths) != 1:
         raise ValueError(f"The model has no residual stream that is read by a norm and linear layers.\n{_FIX}")
     width = widths.pop()
+    _check_reached(seen, width)
     forms = {seen.norms[n][0]: _form(model.get_submodule(seen.norms[n][0]), *seen.norms[n][1:]) for n in places}
     writers: dict[str, None] = {}
+    silent: dict[str, None] = {}
     for one, other in pairwise(places):
         (path, x, _), (later, y, _) = seen.norms[one], seen.norms[other]
         between = [(layer, out) for layer, n, _, out in seen.calls if one < n <= other and out.numel() == x.numel()]
@@ -259,6 +344,14 @@ def _find_stream(seen: _Watched) -> _Stream:
                 f"added to it.\n{_FIX}"
             )
         writers.update(dict.fromkeys(added))
+        silent.update(dict.fromkeys(layer for layer, out in between if not out.any()))
+    # A layer of zeros adds nothing on any input, and is the same after the rotation.
+    unknown = [path for path in silent if path not in writers and any(p.any() for p in _parameters_at(model, path))]
+    if unknown:
+        raise ValueError(
+            f"The outputs of {listed(unknown)} are 0 on the example, so it does not show whether they are added to the "
+            "residual stream.\nUse an example with more data."
+        )
     known = {id(p) for p in _parameters_of_parts(model)}
     parameters = [
         name
@@ -281,28 +374,64 @@ def _parameters_of_parts(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters(recurse=False)
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Returns True if `x` is `y`, a part of it, or a copy."""
-    if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
-        return True
+def _parameters_at(model: nn.Module, path: str) -> Iterator[nn.Parameter]:
+    return model.get_submodule(path).parameters(recurse=False)
+
+
+def _check_reached(seen: _Watched, width: int) -> None:
+    """Raises ValueError if the example does not show how a parameter with the width of the stream is used."""
+    missed = {
+        name: None
+        for name, p in seen.model.named_parameters()
+        if p.is_floating_point() and width in p.shape and _address(p) not in seen.read
+    }
+    called = {id(_weight_of(seen.model, path)) for path in seen.embeddings}
+    for path, module in seen.model.named_modules():
+        # One that shares its weight with an output layer only.
+        if isinstance(module, nn.Embedding) and module.embedding_dim == width and id(module.weight) not in called:
+            missed[f"{path}.weight"] = None
+    if missed:
+        raise ValueError(
+            f"The example does not reach {listed(list(missed))}, so it does not show whether they belong to the "
+            "residual stream.\nUse an example that does, with all optional inputs. Or delete what the model does not need."
+        )
+
+
+def _source(x: Tensor, norms: list[tuple[str, Tensor, Tensor]]) -> int | None:
+    """Returns the number of the last norm whose output, or a part of it, is `x`, or else of the last with a copy."""
+    numbers = range(len(norms) - 1, -1, -1)
+    shared = next((n for n in numbers if _address(norms[n][2]) == _address(x)), None)
+    return next((n for n in numbers if _is_copy(x, norms[n][2])), None) if shared is None else shared
+
+
+def _is_copy(x: Tensor, y: Tensor) -> bool:
     return x.numel() == y.numel() and x.shape[-1] == y.shape[-1] and torch.equal(x.reshape(-1), y.reshape(-1))
 
 
 def _added(x: Tensor, y: Tensor, candidates: list[tuple[str, Tensor]]) -> tuple[str, ...] | None:
-    """Returns the layers whose outputs make `y` of `x`: the fewest."""
+    """Returns the layers whose outputs make `y` of `x`: the fewest, and more as long as one halves what is left."""
     if x.shape != y.shape:
         return None
-    wanted, limit = (y - x).flatten().double(), _rounding_of(x) * float(y.double().norm())
-    for number in range(_TOGETHER + 1):
-        for chosen in combinations(candidates, number):
-            total = sum((out.flatten().double() for _, out in chosen), torch.zeros_like(wanted))
-            if float((wanted - total).norm()) <= limit:
-                return tuple(path for path, _ in chosen)
-    return None
+    if torch.equal(x, y):
+        return ()
+    wanted, limit = (y - x).flatten().double(), 16 * torch.finfo(x.dtype).eps * float(y.double().norm())
 
+    def rest(chosen: tuple[int, ...]) -> float:
+        return float((wanted - sum(candidates[n][1].flatten().double() for n in chosen)).norm())
 
-def _rounding_of(x: Tensor) -> float:
-    return 16 * torch.finfo(x.dtype).eps
+    best, chosen = math.inf, tuple[int, ...]()
+    for number in range(1, _TOGETHER + 1):
+        best, chosen = min(((rest(c), c) for c in combinations(range(len(candidates)), number)), default=(best, chosen))
+        if best <= limit:
+            break
+    else:
+        return None
+    while True:
+        more = [(*chosen, n) for n in range(len(candidates)) if n not in chosen]
+        less, longer = min(((rest(c), c) for c in more), default=(best, chosen))
+        if not less < best / 2:
+            return tuple(candidates[n][0] for n in chosen)
+        best, chosen = less, longer
 
 
 def _form(norm: nn.Module, x: Tensor, y: Tensor) -> str:
@@ -362,9 +491,13 @@ class _Matrix:
 class _Changing:
     """Changes to a model, which are undone if the context raises."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, added: list[tuple[nn.Parameter, Tensor]]) -> None:
         self.model = model
         self.paths: set[str] = set()
+        # Modules that are of another class than before, or have a parameter more.
+        self.remade: dict[str, None] = {}
+        # New parameters, each with one whose type it has.
+        self._added = added
         self.untied: list[str] = []
         self._undo = ExitStack()
         self._shelf = Shelf()
@@ -387,13 +520,17 @@ class _Changing:
             self._undo.callback(lambda: parameter.copy_(take()))
         return parameter
 
-    def set(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Replaces a parameter of a module."""
+    def set(self, module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
+        """Gives a module a new parameter."""
+        parameter = nn.Parameter(value.to(like), requires_grad=like.requires_grad)
+        self._added.append((parameter, like))
         self._undo.callback(module._parameters.__setitem__, name, module._parameters.get(name))
         module._parameters[name] = parameter
 
-    def replace(self, path: str, module: nn.Module) -> None:
+    def replace(self, path: str, module: nn.Module, like: Tensor) -> None:
         """Replaces a module."""
+        self.remade[path] = None
+        self._added += [(p, like) for p in module.parameters()]
         parent, _, name = path.rpartition(".")
         children = self.model.get_submodule(parent)._modules
         self._undo.callback(children.__setitem__, name, children[name])
@@ -405,7 +542,7 @@ class _Changing:
         weight = parameters_of(layer)[0]
         if not any(weight is m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)):
             return
-        self.set(layer, "weight", nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
+        self.set(layer, "weight", weight.detach().clone(), weight)
         self.untied.append(path)
         config: Any = getattr(self.model, "config", None)
         if getattr(config, "tie_word_embeddings", False):  # so that loading does not tie them again
@@ -424,8 +561,8 @@ class _Changing:
         if made.bias is None:
             return
         if layer.bias is None:
-            like = parameters_of(layer)[0]
-            self.set(layer, "bias", nn.Parameter(made.bias.to(like), requires_grad=like.requires_grad))
+            self.remade[path] = None
+            self.set(layer, "bias", made.bias, parameters_of(layer)[0])
         else:
             self.save(layer.bias).copy_(made.bias)
 
@@ -436,10 +573,15 @@ def _rotate_stream(model: nn.Module, stream: _Stream, changing: _Changing, seed:
     if len(means) > 1:
         raise ValueError(f"The residual stream is read by LayerNorm and by RMSNorm.\n{_FIX}")
     centers = means.pop()
+    done: set[int] = set()
     for path in stream.embeddings:
         for reader in (p for own in stream.readers.values() for p in own):
             changing.untie(reader)
-        _write(changing, path, q, centers)
+        changing.paths.add(path)
+        weight = _weight_of(model, path)
+        if id(weight) not in done:  # embeddings may share it
+            done.add(id(weight))
+            _write(changing.save(weight), q, centers)
     for name in stream.parameters:
         value = changing.save(model.get_parameter(name))
         value.copy_(_rotated(value.double(), q, centers))
@@ -454,11 +596,9 @@ def _rotate_stream(model: nn.Module, stream: _Stream, changing: _Changing, seed:
                 matrix.weight = matrix.weight @ q
 
 
-def _write(changing: _Changing, path: str, q: Tensor, centers: bool) -> None:
-    weight = changing.save(_weight_of(changing.model, path))
+def _write(weight: Tensor, q: Tensor, centers: bool) -> None:
     for rows in weight.split(1 << 14):
         rows.copy_(_rotated(rows.double(), q, centers))
-    changing.paths.add(path)
 
 
 def _rotated(x: Tensor, q: Tensor, centers: bool) -> Tensor:
@@ -480,7 +620,7 @@ def _fold_norm(model: nn.Module, path: str, layers: list[str], form: str, changi
     if form == "mean" or bias is not None:
         made = nn.RMSNorm(len(weight), eps=_eps(norm, weight), device=weight.device, dtype=weight.dtype)
         made.weight.requires_grad_(weight.requires_grad)
-        changing.replace(path, made.train(norm.training))
+        changing.replace(path, made.train(norm.training), weight)
     else:
         changing.save(weight).fill_(0.0 if form == "1 + weight" else 1.0)
 
