@@ -393,7 +393,7 @@ def _check_reached(seen: _Watched, width: int) -> None:
     if missed:
         raise ValueError(
             f"The example does not reach {listed(list(missed))}, so it does not show whether they belong to the "
-            "residual stream.\nUse an example that does, with all optional inputs. Or delete what the model does not need."
+            "residual stream.\nUse an example that does, with all optional inputs, or delete what is not needed."
         )
 
 
