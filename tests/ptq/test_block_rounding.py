@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fakequant as fq
 from fakequant.ptq import _adaround
+from fakequant.testing.assertions import assert_same_model
 from ptq_models import IMAGES, chain, output_error, ready
 
 DATA = [x for batch in IMAGES for x in batch.split(8)]
@@ -65,3 +67,17 @@ def test_blocks_are_the_outermost_modules_that_match():
     assert [layer.path for layer in whole.layers] == [""]
     with pytest.raises(ValueError, match="`blocks` matches no module"):
         fq.ptq.adaround(model, [torch.ones(2, 4)], blocks="layers.*")
+
+
+def test_each_replay_of_a_block_has_a_cache_of_its_own():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=20, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    found = []
+    for use_cache in (False, True):  # True is what models of transformers do by default
+        torch.manual_seed(0)
+        tokens = torch.arange(20).reshape(2, 10)
+        data = [{"input_ids": batch, "use_cache": use_cache} for batch in (tokens, tokens.flip(1))]
+        model = ready(LlamaForCausalLM(config), data, fq.recipes.int4_weight_only(16))
+        fq.ptq.adaround(model, data, iterations=6, blocks="model.layers.*", progress=False)
+        found.append(model)
+    assert_same_model(*found)

@@ -156,3 +156,22 @@ def test_input_that_is_always_zero_says_nothing_about_weights():
         expected = copy.deepcopy(model)
         rounded(model, [torch.zeros(8, 4)], progress=False)
         assert torch.equal(model(x), expected(x))  # the nearest codes
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("name", ["adaround", "gptq"])
+def test_inputs_without_a_finite_error_name_the_layer(name, value):
+    data = randn(8, 4)
+    model = ready(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [data], fq.recipes.int4_weight_only(4))
+    before = state_of(model)
+    data[0, 0] = value
+    with pytest.raises(ValueError, match=r"The error of 0 is not finite"):
+        METHODS[name](model, [data], progress=False)
+    assert_unchanged(model, before)
+
+
+def test_inputs_that_differ_too_much_name_the_layer():
+    data = torch.tensor([[1e18, 1e18, 1.0, 1.0], [1e18, 1e18, 1.0, -1.0]])
+    model = ready(nn.Sequential(nn.Linear(4, 4)), [data], fq.recipes.int4_weight_only(4))
+    with pytest.raises(ValueError, match=r"The inputs of 0 differ too much in size.*\n.*larger damping than 1e-30"):
+        fq.ptq.gptq(model, [data], damping=1e-30, progress=False)

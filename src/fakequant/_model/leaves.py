@@ -55,7 +55,7 @@ def _leaves(result: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields every leaf with its name."""
     if isinstance(result, (Tensor, *_CONSTANTS)):
         yield name, result
-    elif _is_cache(result):
+    elif is_cache(result):
         return
     elif isinstance(result, Mapping):
         for key, value in result.items():
@@ -84,9 +84,9 @@ def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _is_cache(result: Any) -> bool:
+def is_cache(result: Any) -> bool:
     """Returns True for the keys and values that a language model of transformers keeps for its next call.
 
-    They are no results: a file takes a whole sequence at a time.
+    They are no results: a file takes a whole sequence at a time. A call of a model changes the one that it is given.
     """
     return any(cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils" for cls in type(result).__mro__)

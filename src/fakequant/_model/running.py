@@ -1,5 +1,6 @@
 """Running data through a model in evaluation mode, and checks of what users pass for it."""
 
+import copy
 import inspect
 import sys
 import warnings
@@ -10,10 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._model.leaves import is_cache
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -272,15 +275,29 @@ def first_batch(batches: Iterable[Batch]) -> Batch:
 def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns copies of the arguments of a model, which the model may then change in place.
 
-    A tensor that occurs several times is copied once.
+    A tensor that occurs several times is copied once, and so is a cache of keys and values, to which attention adds.
     """
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, Any] = {}
 
-    def copy(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+    def copy_of(x: Any) -> Any:
+        if not isinstance(x, Tensor) and not is_cache(x):
             return x
         if id(x) not in copies:
-            copies[id(x)] = x.detach().clone()
+            with _Detaching():
+                copies[id(x)] = x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
         return copies[id(x)]
 
-    return pytree.tree_map(copy, args), pytree.tree_map(copy, kwargs)
+    return (
+        pytree.tree_map(copy_of, args, is_leaf=is_cache),
+        pytree.tree_map(copy_of, kwargs, is_leaf=is_cache),
+    )
+
+
+class _Detaching(TorchFunctionMode):
+    """Context in which deep copies of tensors are without their graph, with which torch does not copy them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            x, memo = args
+            return memo.setdefault(id(x), x.detach().clone())
+        return func(*args, **(kwargs or {}))

@@ -155,8 +155,14 @@ def round_layers(
                 moments = found.pop(path, None)
                 if moments is not None:
                     grids[path] = weight_grid(runs.layers[path], weights.pop(path))
-                    moments = moments.damped(damping)
-                    sqnr = _round(grids[path], moments, solve)
+                    _check_finite(path, moments)
+                    try:
+                        sqnr = _round(grids[path], moments.damped(damping), solve)
+                    except torch.linalg.LinAlgError as error:
+                        raise ValueError(
+                            f"The inputs of {path} differ too much in size to solve for its weight.\n"
+                            f"Use a larger damping than {damping}, or leave the layer out with `layers`."
+                        ) from error
                     changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
             if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
@@ -224,6 +230,14 @@ def _round(grid: WeightGrid, moments: Moments, solve: Solver) -> tuple[float, fl
     codes, nearest, error = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))
     return moments.sqnr(problem.values(problem.nearest()), nearest), moments.sqnr(problem.values(codes), error)
+
+
+def _check_finite(path: str, moments: Moments) -> None:
+    if not all(sums.isfinite().all() for sums in (moments.a, moments.b, moments.c)):
+        raise ValueError(
+            f"The error of {path} is not finite: its inputs or its weight have NaN, infinity, or values that are "
+            "too large to be squared.\nUse other data, or leave the layer out with `layers`."
+        )
 
 
 def _check_damping(damping: float) -> None:
