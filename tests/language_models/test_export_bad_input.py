@@ -4,6 +4,7 @@ import errno
 
 import pytest
 import torch
+import transformers
 from safetensors import torch as safetensors_torch
 from torch import nn
 
@@ -49,6 +50,32 @@ def test_a_model_that_is_not_of_transformers_is_refused(tmp_path):
 
 def test_a_model_that_is_not_prepared_is_refused(tmp_path):
     _refused(make(), tmp_path, ValueError, "prepare")
+
+
+def _layer_norms():
+    config = transformers.StableLmConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.StableLmForCausalLM(config).eval()
+
+
+def test_models_that_are_not_what_their_class_makes_are_refused(tmp_path):
+    """A folder would be loaded with LayerNorm, and without biases."""
+    model = _layer_norms()
+    fq.ptq.rotate(model, batch())
+    fq.prepare(model, recipes.int4_weight_only(32, target=TARGET), batch()).eval()
+    reason = (
+        r"not what StableLmForCausalLM makes of its config: it has lm_head\.bias, .*; "
+        r"lacks model\.layers\.0\.\w+\.bias, .*; "
+        r"does not compute LayerNorm in model\.layers\.0\.input_layernorm, .*\n.*`rotate` changes"
+    )
+    _refused(model, tmp_path, ValueError, reason)
+    rotated = make()
+    fq.ptq.rotate(rotated, batch())
+    fq.prepare(rotated, recipes.int4_weight_only(32, target=TARGET), batch()).eval()
+    assert fq.export_compressed_tensors(rotated, tmp_path / "rotated").layers
 
 
 def test_inputs_without_a_scale_are_named(tmp_path):

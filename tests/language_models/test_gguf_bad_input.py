@@ -44,6 +44,13 @@ def test_unknown_architectures_are_named(tmp_path):
     _refused(model, tmp_path, r"llama, mistral, .*bert, and the model is 'gpt2'\.\n.*convert_hf_to_gguf.* `base`")
 
 
+def test_models_that_are_not_what_their_class_makes(tmp_path):
+    model = float_model()
+    model.lm_head.bias = nn.Parameter(torch.ones(model.lm_head.out_features))
+    model = fq.prepare(model, recipes.gguf("q8_0"), texts())
+    _refused(model, tmp_path, r"not what LlamaForCausalLM makes of its config: it has lm_head\.bias\. What loads it")
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [

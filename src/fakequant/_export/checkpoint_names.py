@@ -5,14 +5,18 @@ example. Its own conversion shows where each row of a weight is stored, because 
 weights.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fakequant._export.prepared_layers import own_tensors
 from fakequant._util.packages import require
+from fakequant._util.text import listed
+from fakequant.nn._records import float_class_of
 
 EXTRA = "llm"
 PreTrainedModel: TypeAlias = Any
@@ -38,6 +42,32 @@ class Stored(NamedTuple):
     tensors: dict[str, Tensor]
     # By name: where the rows of a tensor come from.
     rows: dict[str, Rows]
+
+
+def check_fits_class(model: PreTrainedModel) -> None:
+    """Raises ValueError if the class of a prepared model makes other parameters or norms than the model has.
+
+    What loads a checkpoint makes the model from its class and its config, and would leave them out or choose others.
+    """
+    cls = float_class_of(model)
+    with torch.device("meta"):
+        made = cls(copy.deepcopy(model.config))
+    there, here = set(made.state_dict()), set(model.state_dict())
+    own = {name for name, _ in own_tensors(model)} & here
+    norms = {path for path, module in made.named_modules() if isinstance(module, nn.LayerNorm)}
+    other = [path for path, m in model.named_modules() if path in norms and not isinstance(m, nn.LayerNorm)]
+    found = {
+        "has": sorted(own - there),
+        "lacks": sorted(there - here),
+        "does not compute LayerNorm in": other,
+    }
+    if any(found.values()):
+        differences = "; ".join(f"{what} {listed(names)}" for what, names in found.items() if names)
+        raise ValueError(
+            f"The model is not what {cls.__name__} makes of its config: it {differences}. What loads it would compute "
+            "something else.\nExport the model as its class makes it: `rotate` changes models with LayerNorm, so leave "
+            "it out. Or use export_onnx, which stores the graph of the model."
+        )
 
 
 def stored_in_checkpoints(model: PreTrainedModel, state: Mapping[str, Tensor], by_rows: Iterable[str]) -> Stored:

@@ -50,8 +50,8 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
     as `down_proj`, could only be rotated at run time, which no target does, so they stay as they are.
 
     A transformers model with LayerNorm, such as GPT-2, is another model than its class afterwards: its norms are
-    `nn.RMSNorm`, and layers after them have biases. `from_pretrained` would make the old norms, so checkpoints, folders
-    of compressed-tensors and GGUF files cannot hold it. Pickle it, or export it to ONNX or ExecuTorch.
+    `nn.RMSNorm`, and layers after them have biases. `from_pretrained` and engines for language models would make the
+    old norms, so checkpoints and exports without a graph cannot hold it. Pickle it, or export it as a graph.
 
     Call it before `prepare`, so that ranges are those of the rotated model. The blocks must compute x + f(norm(x)), as
     Llama, Mistral, Qwen and GPT-2 do, and the stream must start with embeddings. The example must reach all layers.
@@ -122,8 +122,8 @@ def rotate(model: nn.Module, example: Batch, *, residual: bool = True, heads: bo
     if changing.remade and hasattr(model, "from_pretrained"):
         notes.append(
             f"{type(model).__name__} makes other modules than the model has now ({listed(list(changing.remade))}), so "
-            "from_pretrained cannot load it, and folders of compressed-tensors and GGUF files cannot hold it: pickle "
-            "it, or export it to ONNX or ExecuTorch."
+            "from_pretrained cannot load it, and exports without a graph cannot hold it: pickle it, or export it as a "
+            "graph."
         )
     return Changes("rotate", "input peak", rows, " ".join(notes))
 

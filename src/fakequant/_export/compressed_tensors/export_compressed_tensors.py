@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant._export.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
+from fakequant._export.checkpoint_names import (
+    EXTRA,
+    PreTrainedModel,
+    check_fits_class,
+    stored_in_checkpoints,
+)
 from fakequant._export.compressed_tensors.cache import cache_scheme, cache_tensors
 from fakequant._export.compressed_tensors.layer_tensors import in_dtype, offset_of, to_tensors
 from fakequant._export.compressed_tensors.schemes import Scheme, scheme_of
@@ -109,7 +114,8 @@ def export_compressed_tensors(
         A table of what was written.
 
     Raises:
-        ValueError: If the model is not prepared, or quantizes what the format cannot hold. The message names the layer.
+        ValueError: If the model is not prepared, quantizes what the format cannot hold, or has other parameters than
+            its class makes of its config. The message names the layer.
 
     Needs `pip install "fakequant[llm]"`.
 
@@ -136,6 +142,7 @@ def export_compressed_tensors(
     layers = list(prepared_layers(model, TARGET))
     if not layers:
         raise ValueError("No layer of the model has a quantized weight, so the folder would be the float model.")
+    check_fits_class(model)
     with writing_folder(folder) as unfinished:
         contents = folder_contents(model, layers)
         report = _report(folder, model, contents)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant._export.checkpoint_names import PreTrainedModel
+from fakequant._export.checkpoint_names import PreTrainedModel, check_fits_class
 from fakequant._export.gguf.architectures import architecture_of, metadata_of
 from fakequant._export.gguf.base_file import tensors_over_base
 from fakequant._export.gguf.file import FileTensor, GgufFile, Metadata, digest_of, field, gguf, write
@@ -125,6 +125,7 @@ def export_gguf(
     'Q4_0'
     """
     contents = file_contents(model, base=base, tokenizer=tokenizer)
+    check_fits_class(model)
     with writing(path) as unfinished:
         size = write(unfinished, contents.metadata, contents.tensors)
     return _report(path, contents, size)
