@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import os
+import tempfile
 
 import pytest
 import torch
@@ -223,3 +225,20 @@ def test_weights_in_groups_and_tied_weights():
     assert changes.layers[0].reason == "its weight is shared with another layer"
     assert model.first.weight is model.last.weight
     assert torch.equal(model.last.weight, before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the file has a name there, and goes with its last handle")
+def test_the_file_of_a_shelf_has_no_name_and_keeps_all_values(tmp_path, monkeypatch):
+    """So nothing is left behind if the process is killed."""
+    monkeypatch.setattr(shelf, "_MEMORY", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    x = torch.arange(12.0).reshape(3, 4)
+    values = [[x, 3], {"y": x[:, 1].bfloat16()}, [x[1:], nn.Parameter(x), torch.ones(0)]]
+    with shelf.Shelf() as kept:
+        takes = [kept.put(value) for value in values]
+        assert list(tmp_path.iterdir()) == []
+        for value, take in [*zip(values, takes, strict=True), (values[0], takes[0])]:
+            torch.testing.assert_close(take(), value, rtol=0, atol=0)
+        takes.append(kept.put(x + 1))  # after some were read
+        assert torch.equal(takes[3](), x + 1)
+        assert torch.equal(takes[1]()["y"], values[1]["y"])
