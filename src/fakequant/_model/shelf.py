@@ -58,8 +58,13 @@ class Shelf:
             [x.detach() if isinstance(x, Tensor) else x for x in whole], file, pickle_protocol=pickle.HIGHEST_PROTOCOL
         )
         end = file.seek(0, io.SEEK_END)
-        # The file is our own, so it may hold any constant.
-        return lambda: pytree.tree_unflatten(torch.load(_Part(file, start, end), weights_only=False), structure)
+
+        def take() -> Any:
+            part = io.BufferedReader(_Part(file, start, end))
+            # The file is our own, so it may hold any constant.
+            return pytree.tree_unflatten(torch.load(part, weights_only=False), structure)
+
+        return take
 
 
 class _Part(io.RawIOBase):

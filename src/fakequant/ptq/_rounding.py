@@ -158,7 +158,7 @@ def round_layers(
                     _check_finite(path, moments)
                     try:
                         sqnr = _round(grids[path], moments.damped(damping), solve)
-                    except torch.linalg.LinAlgError as error:
+                    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                         raise ValueError(
                             f"The inputs of {path} differ too much in size to solve for its weight.\n"
                             f"Use a larger damping than {damping}, or leave the layer out with `layers`."
