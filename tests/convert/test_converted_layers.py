@@ -183,3 +183,25 @@ def test_a_converted_model_shares_no_memory_with_the_prepared_one():
         for parameter in model.parameters():
             parameter.add_(1)
     assert torch.equal(golden(x), expected)
+
+
+class Listed(nn.Module):
+    """Has its parameter in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.all = [self.scale]
+
+    def forward(self, x):
+        return self.fc(x) * self.all[0]
+
+
+def test_parameters_in_lists_are_copied_once():
+    model = fq.prepare(Listed(), fq.recipes.int4_weight_only(group_size=4))
+    golden, x = fq.convert(model), torch.ones(2, 4)
+    expected = golden(x)
+    assert golden.all[0] is golden.scale
+    with torch.no_grad():
+        model.scale.mul_(3)
+    assert torch.equal(golden(x), expected)

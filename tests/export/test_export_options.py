@@ -317,6 +317,9 @@ def test_large_tensors_may_be_in_a_second_file(target, tmp_path, monkeypatch):
     data.write_bytes(codes)
     with pytest.raises(ValueError, match="_codes is different in the file"):
         fq.verify(model, path, [x])
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="has tensors that cannot be read(.|\n)*next to the first one, and no link"):
+        fq.verify(model, path, [x])
 
 
 def test_a_failed_export_leaves_both_files_as_they_were(tmp_path, monkeypatch):

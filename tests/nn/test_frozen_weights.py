@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -259,3 +261,43 @@ def test_experts_are_kept_too(quantized):
             quantized.clear()
             assert_same_bits(model(TOKENS).logits, wanted)
     assert quantized == []
+
+
+def test_steps_of_fused_optimizers_are_noticed():
+    """Their kernels do not raise the version of a tensor."""
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(32, 8)), fq.recipes.int4_weight_only()).eval()
+    x = torch.randn(2, 32)
+    model(x).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with torch.no_grad(), fq.nn.frozen_weights(model):
+        before = model(x)
+        optimizer.step()
+        after = model(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, model(x))
+
+
+def test_several_threads_may_open_contexts_of_one_model():
+    model = fq.prepare(nn.Sequential(nn.Linear(32, 8)), fq.recipes.int4_weight_only()).eval()
+    x = torch.randn(2, 32)
+    expected, wrong = model(x).detach(), []
+
+    def run():
+        for _ in range(200):
+            with torch.no_grad(), fq.nn.frozen_weights(model):
+                if not torch.equal(model(x), expected):
+                    wrong.append(1)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert model[0]._fakequant.keeper is None

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 import warnings
 
 import pytest
@@ -310,3 +312,32 @@ def test_other_mistakes():
     layer.lora_B["default"].weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match="is not finite, so it is not merged"):
         layer.merge(safe_merge=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_threads_may_share_a_model_with_adapters(packed):
+    torch.manual_seed(0)
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)), fq.recipes.int4_weight_only())
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    model = fq.nn.quantize_adapters(model, packed=packed).eval()
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        expected, wrong = model(x), []
+
+    def run():
+        for _ in range(300):
+            with torch.no_grad():
+                if not torch.equal(model(x), expected):
+                    wrong.append(1)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

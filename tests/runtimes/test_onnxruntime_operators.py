@@ -107,7 +107,7 @@ def verified(model, config, folder, factor):
     model = fq.calibrate(fq.prepare(model, config, x), [x], progress=False)
     fq.export_onnx(model, folder / "model.onnx", x)
     file = runtimes.OnnxRuntimeSession(folder / "model.onnx")
-    optimized = runtimes._optimized(file.model, file.ort, 1)
+    optimized = file._optimized()
     made = {node.op_type for node in optimized.node} - {node.op_type for node in file.model.graph.node}
     return fq.verify(model, folder / "model.onnx", [factor * 1.2 * torch.randn(8, 4, 6, 6)]), made
 

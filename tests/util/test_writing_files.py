@@ -57,7 +57,7 @@ def test_read_only_folder_is_refused_before_any_work(monkeypatch):
     export = pytest.importorskip("fakequant._export.example")
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package)
-    monkeypatch.setattr(export, "convert", lambda *args, **kwargs: began.append(True))
+    monkeypatch.setattr(export, "converted_view", lambda *args, **kwargs: began.append(True))
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(), torch.ones(1, 4))
     with pytest.raises(OSError, match="cannot be written"):
         fq.export_onnx(model, "/proc/self/m.onnx", torch.ones(1, 4))

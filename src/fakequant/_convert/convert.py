@@ -78,11 +78,8 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     torch.int8
     """
     golden = converted_view(model, target=target, strict=strict)
-    own: dict[Tensor, nn.Parameter] = {}  # a tied parameter stays one
-    for module in golden.modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                module._parameters[name] = own.setdefault(value, _fixed(value.detach().clone()))
+    for parameter in golden.parameters():  # also where a module has it in a list
+        parameter.data = parameter.detach().clone()
     return golden
 
 
@@ -96,7 +93,7 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
     _refuse_ggml_types(model, goal)
-    versions = [p._version for p in model.parameters()]
+    versions = _versions(model)
     shared: dict[int, Any] = {id(p): _fixed(p.detach()) for p in model.parameters() if type(p) is nn.Parameter}
     copied = copy.deepcopy(model, shared).eval().requires_grad_(False)
     forget_preparation(copied)
@@ -115,8 +112,12 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     notes += [f"{path}: {WIDENED}" for path, layer in layers if layer._fakequant.is_widened]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
-    assert versions == [p._version for p in model.parameters()], "the conversion has written to the model"
+    assert versions == _versions(model), "the conversion has written to the model"
     return copied
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [p._version for p in model.parameters() if not p.is_inference()]
 
 
 def _fixed(value: Tensor) -> nn.Parameter:

@@ -103,6 +103,8 @@ def reason_against(spec: QuantSpec) -> str | None:
 
 def _number_of_heads(path: str, module: nn.Module) -> int:
     config = getattr(module, "config", None)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1  # Falcon and GPT-BigCode: one head of keys and values for all queries
     for name in ("num_key_value_heads", "num_attention_heads"):
         number = getattr(config, name, None)
         if isinstance(number, int):

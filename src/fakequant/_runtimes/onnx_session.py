@@ -6,7 +6,6 @@ It reads what `export_onnx` wrote: the metadata of a file, its tensors, and whic
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +34,7 @@ from fakequant._export.onnx.graph_forms import IN_BYTES, PACKED, PAIRS
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes import TARGETS
 from fakequant._runtimes.session import Array, Run, Session, starts_with
+from fakequant._util.files import begun
 from fakequant._util.packages import require
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class OnnxSession(Session):
         super().__init__(path, threads)
         self.model = load(path)
         # Where tensors are that are not in the file itself.
-        self.folder = Path(path).absolute().parent
+        self.folder = Path(path).resolve().parent
         self.has_external_data = any(tensor.external_data for tensor in self.model.graph.initializer)
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
@@ -86,7 +86,14 @@ class OnnxSession(Session):
             self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = _noted(self.model, TARGET), _noted(self.model, PARAMETERS)
         self.missing = sorted(set(json.loads(_noted(self.model, TENSORS) or "[]")) - set(self.constants))
-        self.is_as_written = _noted(self.model, GRAPH) == digest_of_graph(self.model, self.folder)
+        try:
+            digest = digest_of_graph(self.model, self.folder)
+        except Exception as error:  # of classes without a common base
+            raise ValueError(
+                f"{path} has tensors that cannot be read: {error}\n"
+                "A second file must be where it was written: next to the first one, and no link."
+            ) from error
+        self.is_as_written = _noted(self.model, GRAPH) == digest
         self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
 
     @classmethod
@@ -159,17 +166,19 @@ class OnnxSession(Session):
 
     @contextmanager
     def watching_file(self, codes: Iterable[str]) -> Iterator[Path]:
-        """Yields the path of a temporary file with codes as additional outputs. A second file is next to it."""
-        others = {p.value for t in self.constants.values() for p in t.external_data if p.key == "location"}
-        with TemporaryDirectory() as folder:
-            for name in others:  # some runtimes refuse symbolic links
-                try:
-                    os.link(self.folder / name, Path(folder) / name)
-                except OSError:  # another disk, or no hard links
-                    shutil.copyfile(self.folder / name, Path(folder) / name)
-            path = Path(folder) / "model.onnx"
+        """Yields the path of a temporary file with codes as additional outputs, next to a second file if any."""
+        if not self.has_external_data:
+            with TemporaryDirectory() as folder:
+                path = Path(folder) / "model.onnx"
+                path.write_bytes(self.watching(codes))
+                yield path
+            return
+        path = begun(self.folder, "watching.onnx")
+        try:
             path.write_bytes(self.watching(codes))
             yield path
+        finally:
+            path.unlink()
 
     def collected(self, watched: Sequence[Array], results: Sequence[Array], values: dict[str, Array]) -> Run:
         """Returns a run. `values` has the watched values by name."""

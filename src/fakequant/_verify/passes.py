@@ -207,7 +207,7 @@ class Passes:
             yield
 
     def rounding(self, codes: Codes, inputs: Inputs, found: Pass) -> Rounding:
-        """Measures the effect of rounding on the inputs of the grids that differ and on the results, in one repetition."""
+        """Measures the effect of rounding on inputs of grids that differ and on results, in one repetition."""
         wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
 
         def compute() -> list[Tensor]:

@@ -8,8 +8,10 @@ adds `scaling * B(A(x))` to the output of the layer, which nothing computes once
 code changes.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,14 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(cls.__name__ == TUNER for cls in type(module).__mro__):
             yield path, module
+
+
+# While a layer runs with a sum as its weight, other threads must not run it.
+_LOCK = threading.RLock()
+
+
+def _one_thread() -> AbstractContextManager[object]:
+    return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
 class QuantizedAdapters(DerivedModule, Keeping):
@@ -61,10 +71,11 @@ class QuantizedAdapters(DerivedModule, Keeping):
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
         if not isinstance(base, PackedLayer):
-            return functional_call(base, {"weight": self._kept_sum(adapters)}, (x, *args), kwargs)
+            with _one_thread():
+                return functional_call(base, {"weight": self._kept_sum(adapters)}, (x, *args), kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with given_weight(base, self._kept_sum(adapters)):
+            with _one_thread(), given_weight(base, self._kept_sum(adapters)):
                 return base(*args, **kwargs)
 
         if not torch.is_grad_enabled():
@@ -97,13 +108,13 @@ class QuantizedAdapters(DerivedModule, Keeping):
         return names
 
     def _kept_sum(self, adapters: list[str]) -> Tensor:
-        base = self.base_layer
-        if self.keeper is None:
+        base, keeper = self.base_layer, self.keeper
+        if keeper is None:
             return self._sum(base.weight, adapters)
         weights = base.packed_tensors() if isinstance(base, PackedLayer) else [base.weight]
         factors = [part[name].weight for name in adapters for part in (self.lora_A, self.lora_B)]
         settings = tuple((name, self.scaling[name]) for name in adapters)
-        return self.keeper.get((*weights, *factors), settings, lambda: self._sum(base.weight, adapters))
+        return keeper.get((*weights, *factors), settings, lambda: self._sum(base.weight, adapters))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "keeper"}

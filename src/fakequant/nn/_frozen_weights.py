@@ -1,11 +1,13 @@
 """`frozen_weights`: a context in which evaluation quantizes every weight once instead of in every call."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fakequant._backends.torch.plain_memory import has_no_modes
 
@@ -35,6 +37,14 @@ class Keeper:
         if type(result) is Tensor:
             self._last = _Kept(sources, settings, result)
         return result
+
+    def forget(self) -> None:
+        """Drops the result."""
+        self._last = None
+
+
+# Several threads may open contexts of one model.
+_OPENING = threading.Lock()
 
 
 class Keeping:
@@ -101,14 +111,24 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     """
     parts: list[Any] = [part for module in model.modules() for part in (module, module.__dict__.get("_fakequant"))]
     keeping = [part for part in parts if isinstance(part, Keeping)]
-    for part in keeping:
-        part.keeper = part.keeper or Keeper()
-        part.keeper.depth += 1
+    keepers: list[Keeper] = []
+    with _OPENING:
+        for part in keeping:
+            part.keeper = part.keeper or Keeper()
+            part.keeper.depth += 1
+            keepers.append(part.keeper)
+
+    def forget(*_: Any) -> None:
+        for keeper in keepers:
+            keeper.forget()
+
+    handle = register_optimizer_step_post_hook(forget)  # fused optimizers do not raise versions
     try:
         yield
     finally:
-        for part in keeping:
-            assert part.keeper is not None
-            part.keeper.depth -= 1
-            if not part.keeper.depth:
-                part.keeper = None
+        handle.remove()
+        with _OPENING:
+            for part, keeper in zip(keeping, keepers, strict=True):
+                keeper.depth -= 1
+                if not keeper.depth:
+                    part.keeper = None

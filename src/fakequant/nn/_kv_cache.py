@@ -42,7 +42,15 @@ class QuantizedCache:
             values = self._attention.get_submodule(VALUE)(values)
             return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
 
+    def __len__(self) -> int:
+        return 0 if self._cache is None else len(self._cache)
+
+    def __bool__(self) -> bool:
+        return True  # attention has to call `update` in any case
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also before there is a cache, in a copy
+            raise AttributeError(name)
         return getattr(self._cache, name)
 
 

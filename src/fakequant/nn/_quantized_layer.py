@@ -123,12 +123,13 @@ class Quantization(LayerRecord, Keeping):
         return weight if quantizer is None else self._on_grid(quantizer, weight)
 
     def _on_grid(self, quantizer: Quantizer, weight: Tensor) -> Tensor:
-        if self.keeper is None or quantizer.training or quantizer._forward_hooks or quantizer._forward_pre_hooks:
+        keeper = self.keeper  # read once: another thread may end its context
+        if keeper is None or quantizer.training or quantizer._forward_hooks or quantizer._forward_pre_hooks:
             return quantizer(weight)
         # The scales of a dynamic quantizer follow from the weight.
         tensors = () if quantizer.is_dynamic else (*quantizer._parameters.values(), *quantizer._buffers.values())
         sources = (weight, *(tensor for tensor in tensors if tensor is not None))
-        return self.keeper.get(sources, quantizer.settings(), lambda: quantizer(weight))
+        return keeper.get(sources, quantizer.settings(), lambda: quantizer(weight))
 
     def operands(self, layer: AnyLayer) -> Operands:
         """Returns the quantized weight and the bias, for several calls of `compute`. No batch norm may follow."""

@@ -29,7 +29,7 @@ def cache_scheme(model: PreTrainedModel) -> Args | None:
     found = quantized_caches(model)
     if not found:
         return None
-    left = [path for path in caching_modules(model) if path not in found]
+    left = [path for path in caching_modules(model) if len(found.get(path, ())) < len(CACHE_QUANTIZERS)]
     specs = {quantizer.spec for quantizers in found.values() for quantizer in quantizers.values()}
     if left or len(specs) > 1:
         names = listed(left or sorted(map(str, specs)))
