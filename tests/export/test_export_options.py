@@ -318,7 +318,7 @@ def test_large_tensors_may_be_in_a_second_file(target, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="_codes is different in the file"):
         fq.verify(model, path, [x])
     data.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="has tensors that cannot be read(.|\n)*next to the first one, and no link"):
+    with pytest.raises(ValueError, match=r"has tensors that cannot be read(.|\n)*next to the first one, and no link"):
         fq.verify(model, path, [x])
 
 

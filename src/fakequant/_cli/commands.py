@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from fakequant.config import QuantConfig
 
 # Optional packages. Their versions are read without importing them.
-PACKAGES = (
-    "onnx", "onnxruntime", "onnxscript", "openvino", "executorch", "compressed-tensors", "gguf", "cyllama",
-    "safetensors", "transformers", "peft", "lightning", "triton", "matplotlib", "scikit-learn",
+PACKAGES = tuple(
+    dict.fromkeys((
+        "onnx", "onnxscript", *(runtime.package for runtime in RUNTIMES.values()), "compressed-tensors", "gguf",
+        "safetensors", "peft", "lightning", "triton", "matplotlib", "scikit-learn",
+    ))
 )  # fmt: skip
 # Not for the integer kernels of a target.
 FLOAT_RECIPES = ("fp8", "mxfp8", "mxfp4_weight_only", "nvfp4")
@@ -291,7 +294,7 @@ def add_export(commands: Commands) -> None:
         "export",
         run_export,
         "write a prepared model as the file of its target, and run it once",
-        about="ONNX, ExecuTorch programs, folders of compressed-tensors, or GGUF files.",
+        about="The target of the model decides on the format.",
         examples=[
             "train.py:make_model train.py:batches model.onnx --state model.pt",
             "train.py:make_float train.py:batches model.onnx --recipe w4a8 --state quantized.pt",
@@ -302,7 +305,11 @@ def add_export(commands: Commands) -> None:
     add_data(parser, words=", of which the first shows the shapes of inputs")
     parser.add_argument("file", metavar="FILE", help="the file or folder to write")
     add_prepared(parser)
-    parser.add_argument("--base", metavar="FILE", help="for GGUF: a float file of llama.cpp's converter to start from")
+    parser.add_argument(
+        "--base",
+        metavar="FILE",
+        help="a float GGUF file to start from, for architectures that export_gguf does not know",
+    )
 
 
 def run_export(options: argparse.Namespace) -> Answer:
@@ -312,17 +319,12 @@ def run_export(options: argparse.Namespace) -> Answer:
     import fakequant
     from fakequant._prepare.attach import preparation
 
-    target = preparation(model).config.target
-    exporter = find_target(target).runtime.exporter
-    if options.base and exporter != "export_gguf":
-        raise UsageError(f"--base is for GGUF files; the target {target} has none")
-    found: Any
-    if exporter == "export_gguf":
-        found = fakequant.export_gguf(model, options.file, options.base)
-    elif exporter == "export_compressed_tensors":
-        found = fakequant.export_compressed_tensors(model, options.file)
-    else:
-        found = getattr(fakequant, exporter)(model, options.file, first)
+    runtime = find_target(preparation(model).config.target).runtime
+    export = getattr(fakequant, runtime.exporter)
+    settings = {} if options.base is None else {"base": options.base}
+    if not settings.keys() <= signature(export).parameters.keys():
+        raise UsageError(f"--base is for GGUF files, which {runtime.name} does not read; remove it")
+    found = export(model, options.file, *([first] if runtime.takes_example else []), **settings)
     return Answer(str(found), dataclasses.asdict(found))
 
 
