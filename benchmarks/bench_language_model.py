@@ -3,7 +3,7 @@
     python benchmarks/bench_language_model.py [--json FILE] [--quick] [--only SUBSTRING]
 
 The model is a Llama with four layers of width 512 and 4,096 tokens, 15 million random parameters, on one thread. It
-generates 32 tokens, greedily, from 8. "frozen" is within `fq.nn.frozen_weights(model)`, which every call enters anew, so
+generates 32 tokens, greedily, from 8. "frozen" is within `fq.nn.frozen_weights(model)`, which every call enters again, so
 the time includes quantizing each weight once. Contenders take turns, and the shortest times count. Tokens are compared
 first: those with and without the context must be the same.
 

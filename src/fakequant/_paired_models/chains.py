@@ -196,7 +196,7 @@ def _is_apart(model: nn.Module, chain: Chain) -> bool:
 
 
 def is_in_order(chain: Chain, waves: list[list[str]]) -> bool:
-    """Returns True if all layers of a block come before those of the next, and other layers before or after all."""
+    """Returns True if the layers of each block come before the layers of the next, and others before or after all."""
     numbers: list[int | None] = []
     for wave in waves:
         of_wave = {chain.position(path) for path in wave}

@@ -338,7 +338,7 @@ class PairedRuns:
         return found[0]
 
     def _separate(self, paths: list[str]) -> None:
-        """Gives layers of the reference parameters of their own, because those of the model may change."""
+        """Gives layers of the reference their own parameters, because the parameters of the model may change."""
         for path in paths:
             self._shared.separate(path)
 
@@ -414,7 +414,7 @@ class _SharedParameters:
                     places.append((path, module._parameters, name))
 
     def separate(self, path: str) -> None:
-        """Gives a module of the reference its own parameters, and those of the module that owns it."""
+        """Gives a module of the reference, and the module that owns it, their own parameters."""
         for original, places in self._places.values():
             is_near = any(is_inside(there, path) or there == path.rpartition(".")[0] for there, _, _ in places)
             if is_near and places[0][1][places[0][2]] is original:

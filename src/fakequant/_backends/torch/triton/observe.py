@@ -144,7 +144,7 @@ def range_kernel(
 
 @triton.jit
 def join_parts(lo_ptr, hi_ptr, count_ptr, at, exists, parts, all_blocks, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Returns the ranges and counts of blocks from those of their parts."""
+    """Joins the ranges and counts of the parts of each block."""
     part = tl.arange(0, PARTS)[:, None]
     slot = part.to(tl.int64) * all_blocks + at[None, :]
     valid = (part < parts) & exists[None, :]
