@@ -321,11 +321,19 @@ def test_rules_leave_modules_out_and_folders_need_all(tmp_path):
     model = fq.calibrate(fq.prepare(make(), config, batch()), [batch()], progress=False)
     assert not hasattr(attention(model), "key_quantizer")
     assert isinstance(attention(model).k_proj, fq.nn.QuantizedLayer)
-    with pytest.raises(ValueError, match=r"those of model\.layers\.0\.self_attn stay in float"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn keeps floats"):
         fq.export_compressed_tensors(model, tmp_path / "folder")
     fresh = fq.prepare(make(), recipes.int4_weight_only(32, target=TARGET, kv_cache=QuantSpec()))
     with pytest.raises(ValueError, match="key_quantizer has no scale yet"):
         fq.export_compressed_tensors(fresh, tmp_path / "folder")
+
+
+def test_folders_need_both_keys_and_values(tmp_path):
+    model = prepared(target=TARGET)
+    attention(model).value_quantizer.quantizing = False
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn keeps floats"):
+        fq.export_compressed_tensors(model, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_onnx_files_have_them_and_executorch_files_do_not(tmp_path):

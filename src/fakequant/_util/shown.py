@@ -6,7 +6,7 @@ from html import escape
 # The line below the header of a table that `fakequant._util.text.table` made.
 _RULE = re.compile(r"-+(\+-+)*")
 _NUMBER = re.compile(r"[+-]?[\d,]+(\.\d+)?(e[+-]?\d+)?( ?%)?|-|")
-# No colors: those of the page fit, light or dark.
+# No colors, so that the tables fit light and dark pages.
 _FRAME = "max-height: 32em; overflow: auto"
 _LINE = "margin: 0.2em 0; white-space: pre-wrap"
 _TABLE = "border-collapse: collapse; margin: 0.4em 0"

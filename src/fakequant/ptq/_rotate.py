@@ -142,7 +142,7 @@ def _check(model: Any, residual: Any, heads: Any, seed: Any) -> None:
         raise TypeError(f"`seed` must be an integer, got {seed!r}.")
     if is_prepared(model) or any(getattr(m, "_fakequant", None) is not None for m in model.modules()):
         raise ValueError(
-            "The model is prepared already, and its ranges are those of the model before the rotation.\n"
+            "The model is prepared already, and its ranges were observed before the rotation.\n"
             "Use rotate(model, example) first, and then fakequant.prepare and calibrate. `unprepare` undoes prepare."
         )
 

@@ -33,10 +33,10 @@ def cache_scheme(model: PreTrainedModel) -> Args | None:
     specs = {quantizer.spec for quantizers in found.values() for quantizer in quantizers.values()}
     if left or len(specs) > 1:
         names = listed(left or sorted(map(str, specs)))
-        what = f"those of {names} stay in float" if left else f"they have the specs {names}"
+        what = f"{names} keeps floats" if left else f"they have the specs {names}"
         raise ValueError(
             f"Keys and values have one scheme for the whole folder in compressed-tensors, but {what}.\n"
-            "Quantize those of all attention modules in the same way, or of none."
+            "Quantize the keys and values of all attention modules in the same way, or leave all in float."
         )
     return args_of_cache(specs.pop())
 
