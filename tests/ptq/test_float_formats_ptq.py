@@ -11,8 +11,7 @@ from ptq_models import output_error, randn, ready
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from fakequant._paired_models.products import Form  # noqa: E402
-from fakequant.ptq._gptq import _round_columns  # noqa: E402
+from fakequant.ptq._gptq import solver_of  # noqa: E402
 from fakequant.ptq._quadratic_error import Moments, RoundingProblem, descend  # noqa: E402
 
 DATA = [randn(64, 48, seed=s) * torch.logspace(-1, 1, 48) for s in (1, 2)]
@@ -75,7 +74,7 @@ def problem_of(format, inputs=6):
     x = (randn(40, inputs, seed=2) + 2 * randn(40, 1, seed=3)).double()
     a = (x.T @ x)[None]
     b = weight.double() @ a
-    moments = Moments(Form(), weight, a, b, (b * weight).sum(-1))
+    moments = Moments(weight, a, b, (b * weight).sum(-1))
     scale = torch.full(weight.shape, 0.5)
     return RoundingProblem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
 
@@ -84,7 +83,7 @@ def problem_of(format, inputs=6):
 @pytest.mark.parametrize("format", ["e2m1", "e3m2"])
 def test_compensation_alone_lowers_the_error_on_a_float_grid(format, act_order):
     problem = problem_of(format, inputs=32)
-    codes = _round_columns(problem, act_order)
+    codes = solver_of(problem.moments.a, act_order)(problem)
     assert torch.isin(codes, torch.from_numpy(problem.float_grid.float_format.grid())).all()
     least = problem.moments.error(problem.values(problem.nearest()))
     assert problem.moments.error(problem.values(codes)).sum() < 0.9 * least.sum()

@@ -5,7 +5,7 @@ from torch import nn
 
 from fakequant._paired_models import runs as paired_runs
 from fakequant._paired_models.runs import PairedRuns
-from fakequant.ptq._quadratic_error import moments_of, rows_of
+from fakequant.ptq._quadratic_error import rows_of, sums_of
 from ptq_models import IMAGES, chain, config, randn, ready
 
 
@@ -91,8 +91,8 @@ def test_attention_has_three_matrices_however_it_is_called():
         assert [pair.quantized.part for pair in pairs] == [None, 0, 1, 2]
         assert all(pair.quantized.form.matrices == 3 for pair in pairs)
         weight = runs.reference_weight("attention")
-        moments = moments_of(pairs, {"attention": weight})["attention"]
+        sums = sums_of(pairs, {"attention": weight})["attention"]
         rows = [pair.quantized.x.reshape(-1, 4).double() for pair in pairs]
         expected = [rows[0].t() @ rows[0] + x.t() @ x for x in rows[1:]]
         # Sums of 16 products in float32.
-        torch.testing.assert_close(moments.a, torch.stack(expected), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums.a, torch.stack(expected), rtol=1e-5, atol=1e-5)

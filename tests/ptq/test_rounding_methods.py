@@ -12,8 +12,8 @@ from torch import nn
 import fakequant as fq
 from fakequant._paired_models.products import Form
 from fakequant.ptq._adaround import _learn_rounding
-from fakequant.ptq._gptq import _round_columns
-from fakequant.ptq._quadratic_error import Moments, RoundingProblem, best_codes, descend
+from fakequant.ptq._gptq import solver_of
+from fakequant.ptq._quadratic_error import LayerSums, Moments, RoundingProblem, best_codes, descend
 from ptq_models import IMAGES, chain, config, output_error, randn, ready
 
 METHODS = {"adaround": partial(fq.ptq.adaround, iterations=100), "gptq": fq.ptq.gptq}
@@ -22,9 +22,9 @@ METHODS = {"adaround": partial(fq.ptq.adaround, iterations=100), "gptq": fq.ptq.
 def problem(x, weight, bits=3, damping=1e-6):
     """Returns the problem of rounding a matrix with the same inputs in both models."""
     x, weight = x.double(), weight[None]
-    a = (x.t() @ x)[None]
-    b = weight.double() @ a
-    moments = Moments(Form(), weight, a, b, (b * weight).sum(-1)).damped(damping)
+    sums = LayerSums(Form(), weight[0])
+    sums.add(None, ((x.t() @ x)[None],) * 3)
+    moments = sums.damp(damping).moments()
     scale = (weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.7)).expand_as(weight)
     return RoundingProblem(weight, scale, torch.zeros_like(scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, moments)
 
@@ -36,13 +36,13 @@ def error(given, codes):
 def test_moments_are_the_squared_error():
     x, reference, w = randn(20, 5), randn(3, 5, seed=2), randn(3, 5, seed=3)
     given = problem(x, reference)
-    undamped = Moments(Form(), given.weight, x.double().t()[None] @ x.double(), *(given.moments.b, given.moments.c))
+    undamped = Moments(given.weight, x.double().t()[None] @ x.double(), *(given.moments.b, given.moments.c))
     expected = ((w - reference).double() @ x.double().t()).square().sum(1)
     torch.testing.assert_close(given.moments.error(w[None])[0], expected, rtol=1e-5, atol=0)  # damped by 1e-6
     assert undamped.error(reference[None]).max() < 1e-4
 
 
-@pytest.mark.parametrize("solve", [lambda p: _learn_rounding(p, 300), lambda p: _round_columns(p, True)])
+@pytest.mark.parametrize("solve", [lambda p: _learn_rounding(p, 300), lambda p: solver_of(p.moments.a, True)(p)])
 def test_codes_are_near_the_best_of_all_roundings(solve):
     """With 8 weights, all 256 ways to round up or down can be tried. Four fifths of what can be gained is gained."""
     sums = torch.zeros(4, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_bad_codes_of_a_solver_are_replaced_by_improved_nearest_codes():
 def test_uncorrelated_inputs_leave_nothing_to_compensate():
     """If A is diagonal, the nearest codes are the best ones."""
     given = problem(torch.eye(6) * torch.arange(1.0, 7), randn(4, 6))
-    assert torch.equal(_round_columns(given, True), given.nearest())
+    assert torch.equal(solver_of(given.moments.a, True)(given), given.nearest())
     assert torch.equal(_learn_rounding(given, 500), given.nearest())
     assert torch.equal(descend(given, given.nearest()), given.nearest())
 
@@ -90,7 +90,7 @@ def test_gptq_is_the_textbook_algorithm(act_order):
         codes[:, k] = torch.round(w[:, k] / scale).clamp(given.qmin, given.qmax)
         w[:, left] -= ((w[:, k] - codes[:, k] * scale) / inverse[0, 0])[:, None] * inverse[0]
         left = left[1:]
-    same = (_round_columns(given, act_order)[0] == codes).float().mean()
+    same = (solver_of(given.moments.a, act_order)(given)[0] == codes).float().mean()
     assert same > 0.99  # long sums: a code at a tie may differ
 
 

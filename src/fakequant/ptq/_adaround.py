@@ -94,7 +94,7 @@ def adaround(
         model,
         data,
         "adaround",
-        solve,
+        lambda a: solve,
         blocks=_find_blocks(model, blocks, iterations),
         damping=damping,
         layers=layers,
@@ -197,23 +197,24 @@ class _SoftWeight:
 
     def __init__(self, grid: WeightGrid, codes: Tensor) -> None:
         self.grid = grid
-        steps = grid.weight.float() / grid.scale
+        self.scale, self.zero_point = grid.scales(), grid.zero_points.float()
+        steps = grid.weight.float() / self.scale
         self.down = torch.floor(steps)
-        up = (codes - grid.zero_point - self.down).clamp(0, 1)
+        up = (codes - self.zero_point - self.down).clamp(0, 1)
         self.v = initial_rounding((steps - self.down + up) / 2).requires_grad_()
         # Codes to use instead of the soft ones. None while the rounding is learned.
         self.fixed: Tensor | None = None
 
     def value(self) -> Tensor:
         codes = self._within(soft_rounding(self.v)) if self.fixed is None else self.fixed
-        return ((codes - self.grid.zero_point) * self.grid.scale).to(self.grid.weight.dtype)
+        return ((codes - self.zero_point) * self.scale).to(self.grid.weight.dtype)
 
     def learned(self) -> Tensor:
         return self._within((soft_rounding(self.v.detach()) >= 0.5).float())
 
     def _within(self, h: Tensor) -> Tensor:
         spec = self.grid.quantizer.spec
-        return (self.down + h + self.grid.zero_point).clamp(spec.qmin, spec.qmax)
+        return (self.down + h + self.zero_point).clamp(spec.qmin, spec.qmax)
 
 
 def _round_block(

@@ -181,13 +181,16 @@ def _reason(layer: AnyLayer) -> str | None:
 
 def _warn_if_rounded(layers: dict[str, AnyLayer]) -> None:
     """Warns if all weights are on their grids, so that the model does not show its own rounding errors."""
-    grids = [
-        weight_grid(x) for x in layers.values() if x.weight_quantizer is not None and x.weight_quantizer.quantizing
-    ]
-    if grids and all(torch.equal(fake_quantize(g.weight, *g.qparams, g.quantizer.spec), g.weight) for g in grids):
+    rounded = [x for x in layers.values() if x.weight_quantizer is not None and x.weight_quantizer.quantizing]
+    if rounded and all(map(_is_rounded, rounded)):
         warnings.warn(
             "All weights are on their grids already, as after `adaround` or `gptq`, so the errors of rounding them "
             "cannot be seen.\nPass the float model: correct_bias(model, data, reference=float_model).",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _is_rounded(layer: AnyLayer) -> bool:
+    grid = weight_grid(layer)
+    return torch.equal(fake_quantize(grid.weight, *grid.qparams, grid.quantizer.spec), grid.weight)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fakequant._model.running import Data
 from fakequant.ptq._layer_changes import Changes, check_switch
-from fakequant.ptq._quadratic_error import RoundingProblem, parts_of
+from fakequant.ptq._quadratic_error import RoundingProblem, Solver
 from fakequant.ptq._rounding import round_layers
 
 # Columns that are rounded before the rest of the matrix is updated, in one product.
@@ -67,12 +67,11 @@ def gptq(
     True
     """
     check_switch("act_order", act_order)
-    solve = partial(_round_columns, act_order=act_order)
     return round_layers(
         model,
         data,
         "gptq",
-        solve,
+        partial(solver_of, act_order=act_order),
         damping=damping,
         layers=layers,
         steps=steps,
@@ -81,26 +80,24 @@ def gptq(
     )
 
 
-def _round_columns(problem: RoundingProblem, act_order: bool) -> Tensor:
-    """Returns the codes that GPTQ chooses."""
-    a = problem.moments.a
+def solver_of(a: Tensor, act_order: bool) -> Solver:
+    """Returns a function that chooses the codes of outputs with this A, as GPTQ does."""
     order = a.diagonal(dim1=1, dim2=2).argsort(1, descending=True) if act_order else torch.arange(a.shape[1])[None]
     order = order.to(a.device).expand(len(a), -1)
     back = order.argsort(1)
     lower = torch.linalg.cholesky(a.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None], 2))
-    inverse = torch.cholesky_inverse(lower)
-    upper = torch.linalg.cholesky(inverse, upper=True)
-    codes = torch.empty_like(problem.weight)
-    for outputs in parts_of(codes):
-        part = problem.part(outputs)
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+
+    def solve(problem: RoundingProblem) -> Tensor:
         # With inputs on axis 1, the weights of one column are neighbours in memory.
         b, scale, zero_point = (
             t.double().transpose(1, 2).take_along_dim(order[:, :, None], 1)
-            for t in (part.moments.b, part.scale, part.zero_point)
+            for t in (problem.moments.b, problem.scale, problem.zero_point)
         )
-        found = _compensated(torch.cholesky_solve(b, lower), scale, zero_point, upper, problem)
-        codes[:, outputs] = found.take_along_dim(back[:, :, None], 1).transpose(1, 2).float()
-    return codes
+        codes = _compensated(torch.cholesky_solve(b, lower), scale, zero_point, upper, problem)
+        return codes.take_along_dim(back[:, :, None], 1).transpose(1, 2).float()
+
+    return solve
 
 
 def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: RoundingProblem) -> Tensor:

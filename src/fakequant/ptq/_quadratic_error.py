@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._paired_models.errors import decibels
 from fakequant._paired_models.products import Form, LayerProduct
 from fakequant._paired_models.runs import Pair
 from fakequant.spec import QuantSpec
@@ -29,7 +28,7 @@ _SWEEPS = 4
 # Inputs that are changed before the gradient of all others is updated, in one product.
 _BLOCK = 32
 # Weights that are worked on at once. It bounds the memory for large layers, whose outputs are independent.
-_ELEMENTS = 1 << 22
+_ELEMENTS = 1 << 21
 # By how much an error must be smaller to matter. At ties, float32 weights and scales decide by chance.
 _ROUNDING = 1e-5
 # As many matrices are worked on together. Of fewer, only the outputs that still change are.
@@ -38,10 +37,9 @@ _MANY = 8
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """A, b and c of the matrices of a layer, in float64.
+    """A, b and c of some outputs of a layer's matrices, in float64.
 
     Attributes:
-        form: How the weight is a stack of matrices.
         reference: The weight of the float model, as matrices.
         a: Of shape (matrices, inputs, inputs).
         b: Of shape (matrices, outputs, inputs).
@@ -49,7 +47,6 @@ class Moments:
         amount: What was added to the diagonal of A, of shape (matrices,). None for nothing.
     """
 
-    form: Form
     reference: Tensor
     a: Tensor
     b: Tensor
@@ -61,31 +58,14 @@ class Moments:
         w = matrix.double()
         return (((w @ self.a - 2 * self.b) * w).sum(-1) + self.c).clamp(min=0)
 
-    def sqnr(self, matrix: Tensor, error: Tensor) -> float:
-        """Returns the SQNR of the layer's output in dB, without damping. `error` is the error of the matrix."""
+    def powers(self, matrix: Tensor, error: Tensor) -> Tensor:
+        """Returns the squared outputs and their squared error, without damping. `error` is the error of the matrix."""
         signal, noise = self.c.sum(), error.sum()
         if self.amount is not None:
-            distances = torch.stack(
-                [(m - r).double().square().sum() for m, r in zip(matrix, self.reference, strict=True)]
-            )
-            own = torch.stack([r.double().square().sum() for r in self.reference])
-            signal, noise = signal - (self.amount * own).sum(), noise - (self.amount * distances).sum()
-        return decibels(float(signal), float(noise.clamp(min=0)))
-
-    def damped(self, damping: float) -> "Moments":
-        """Returns moments with `damping * mean(diagonal of A) * |w - w_reference|^2` added to the error.
-
-        It keeps weights that the data say little about near the float weights.
-        """
-        amount = damping * self.a.diagonal(dim1=1, dim2=2).mean(1)
-        amount = torch.where(amount > 0, amount, 1.0)  # inputs that are always 0
-        w = self.reference
-        a, b = self.a.clone(), self.b.clone()
-        a.diagonal(dim1=1, dim2=2).add_(amount[:, None])
-        for of_matrix, weight, strength in zip(b, w, amount.tolist(), strict=True):
-            of_matrix.add_(weight, alpha=strength)
-        own = torch.stack([weight.double().square().sum(-1) for weight in w])
-        return dataclasses.replace(self, a=a, b=b, c=self.c + amount[:, None] * own, amount=amount)
+            distances = (matrix - self.reference).double().square().sum((1, 2))
+            signal = signal - (self.amount * self.reference.double().square().sum((1, 2))).sum()
+            noise = noise - (self.amount * distances).sum()
+        return torch.stack([signal, noise])
 
 
 def rows_of(product: LayerProduct) -> Tensor:
@@ -93,35 +73,51 @@ def rows_of(product: LayerProduct) -> Tensor:
     return product.x.new_empty(0) if product.form is None else product.rows(_ROWS).float()
 
 
-class _Sums:
-    """Sums over the rows of both models, from which the moments of a layer follow.
+class LayerSums:
+    """Sums over the rows of both models, from which the moments of a layer's outputs follow.
 
     A = sum of x^T x        cross = sum of x_reference^T x        square = sum of x_reference^T x_reference
 
     b = w_reference cross   c = diagonal of w_reference square w_reference^T
+
+    b is as large as the weight in float64, so it is computed for some outputs at a time.
+
+    Args:
+        form: How the weight is a stack of matrices.
+        weight: The weight of the float model.
     """
 
     def __init__(self, form: Form, weight: Tensor) -> None:
         self.form = form
         self.reference = form.matrix(weight).float()
         matrices, _, inputs = self.reference.shape
-        self.sums = [torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)]
+        self.a, self.cross, self.square = (
+            torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)
+        )
+        self._amount: Tensor | None = None
 
     def add(self, part: int | None, products: tuple[Tensor, ...]) -> None:
+        """Adds x^T x, x_reference^T x and x_reference^T x_reference of some rows, for one matrix or for all."""
         own = slice(None) if part is None else slice(part, part + 1)
-        for total, product in zip(self.sums, products, strict=True):
+        for total, product in zip((self.a, self.cross, self.square), products, strict=True):
             total[own] += product
 
-    def moments(self) -> Moments:
-        a, cross, square = self.sums
-        w = self.reference
-        b, c = a.new_empty(w.shape), a.new_empty(w.shape[:2])
-        for part in parts_of(w):
-            own = w[:, part].double()
-            b[:, part] = own @ cross
-            c[:, part] = ((own @ square) * own).sum(-1)
-        self.sums.clear()
-        return Moments(self.form, w, a, b, c)
+    def damp(self, damping: float) -> "LayerSums":
+        """Adds `damping * mean(diagonal of A) * |w - w_reference|^2` to the error, in place.
+
+        It keeps weights that the data say little about near the float weights.
+        """
+        amount = damping * self.a.diagonal(dim1=1, dim2=2).mean(1)
+        self._amount = torch.where(amount > 0, amount, 1.0)  # inputs that are always 0
+        for sums in (self.a, self.cross, self.square):  # so that b and c follow from them
+            sums.diagonal(dim1=1, dim2=2).add_(self._amount[:, None])
+        return self
+
+    def moments(self, outputs: slice = slice(None)) -> Moments:
+        """Returns the moments of some outputs."""
+        reference = self.reference[:, outputs]
+        w = reference.double()
+        return Moments(reference, self.a, w @ self.cross, ((w @ self.square) * w).sum(-1), self._amount)
 
 
 def parts_of(matrix: Tensor) -> list[slice]:
@@ -131,19 +127,19 @@ def parts_of(matrix: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, outputs, size)]
 
 
-def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Moments | None]:
-    """Returns the moments of layers, by path. None for layers whose products have no matrix form.
+def sums_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, LayerSums]:
+    """Returns the sums of layers, by path, without layers whose products have no matrix form.
 
     Args:
         pairs: The products of the layers, with `rows_of` the products of the reference.
         weights: The weights of the float model, by path.
     """
-    found: dict[str, _Sums | None] = {}
+    found: dict[str, LayerSums | None] = {}
     last: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
     for pair in pairs:
         if pair.path not in found:
             form = pair.quantized.form
-            found[pair.path] = None if form is None else _Sums(form, weights[pair.path])
+            found[pair.path] = None if form is None else LayerSums(form, weights[pair.path])
         sums = found[pair.path]
         if sums is None:
             continue
@@ -154,7 +150,7 @@ def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, M
             one, other = x.transpose(1, 2), expected.transpose(1, 2)
             last = (x, expected, (one @ x, other @ x, other @ expected))
         sums.add(pair.quantized.part, last[2])
-    return {path: None if sums is None else sums.moments() for path, sums in found.items()}
+    return {path: sums for path, sums in found.items() if sums is not None}
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -163,7 +159,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RoundingProblem:
-    """Which codes to choose for the weight of a layer.
+    """Which codes to choose for the weight of a layer, or for some of its outputs.
 
         weight = (codes - zero_point) * scale, qmin <= codes <= qmax
 
@@ -201,16 +197,9 @@ class RoundingProblem:
         """Returns the codes nearest to the float weight."""
         return self.rounded(self.weight / self.scale, self.zero_point)
 
-    def part(self, outputs: slice) -> "RoundingProblem":
-        """Returns the problem of some of the outputs."""
-        names = ("reference", "b", "c")
-        moments = dataclasses.replace(self.moments, **{name: getattr(self.moments, name)[:, outputs] for name in names})
-        own = {name: getattr(self, name)[:, outputs] for name in ("weight", "scale", "zero_point")}
-        return dataclasses.replace(self, moments=moments, **own)
-
 
 class _Codes:
-    """Codes of a part of the outputs, with the gradient of their error. Inputs are on axis 1, and outputs on axis 2.
+    """Codes with the gradient of their error. Inputs are on axis 1, and outputs on axis 2.
 
     So the outputs of one input are neighbours in memory. The outputs are independent of each other.
     """
@@ -276,7 +265,7 @@ def descend(problem: RoundingProblem, codes: Tensor) -> Tensor:
 
     >>> w = torch.tensor([[[0.4, 0.4]]])  # both inputs are always equal, so one of the weights should be 1
     >>> a = torch.ones(1, 2, 2, dtype=torch.float64)
-    >>> moments = Moments(Form(), w, a, w.double() @ a, (w.double() @ a * w).sum(-1))
+    >>> moments = Moments(w, a, w.double() @ a, (w.double() @ a * w).sum(-1))
     >>> descend(RoundingProblem(w, torch.ones(1, 1, 2), torch.zeros(1, 1, 2), -8, 7, moments), torch.zeros(1, 1, 2))
     tensor([[[1., 0.]]])
     """
@@ -285,8 +274,10 @@ def descend(problem: RoundingProblem, codes: Tensor) -> Tensor:
     return made.codes.transpose(1, 2).float()
 
 
-# Returns the codes of the weight, as floats.
+# Returns the codes of a weight, as floats.
 Solver: TypeAlias = Callable[[RoundingProblem], Tensor]
+# Returns the solver of a layer's outputs, which all have this A.
+SolverOf: TypeAlias = Callable[[Tensor], Solver]
 
 
 class Rounded(NamedTuple):
@@ -299,17 +290,12 @@ class Rounded(NamedTuple):
 
 def best_codes(problem: RoundingProblem, solve: Solver) -> Rounded:
     """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
-    solved = solve(problem)
-    nearest, error = (torch.empty_like(problem.moments.c) for _ in range(2))
-    for outputs in parts_of(problem.weight):
-        part = problem.part(outputs)
-        starts = [_Codes(part, part.nearest()), _Codes(part, solved[:, outputs])]
-        best, least = part.nearest(), starts[0].error
-        nearest[:, outputs] = least
-        for made in starts:
-            made.descend()
-            better = made.error < (1 - _ROUNDING) * least
-            best = torch.where(better[..., None], made.codes.transpose(1, 2).to(best), best)
-            least = torch.where(better, made.error, least)
-        solved[:, outputs], error[:, outputs] = best, least
-    return Rounded(solved, nearest, error)
+    best = problem.nearest()
+    starts = [_Codes(problem, best), _Codes(problem, solve(problem))]
+    nearest = least = starts[0].error
+    for made in starts:
+        made.descend()
+        better = made.error < (1 - _ROUNDING) * least
+        best = torch.where(better[..., None], made.codes.transpose(1, 2).to(best), best)
+        least = torch.where(better, made.error, least)
+    return Rounded(best, nearest, least)

@@ -11,7 +11,7 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.grid_values import scale_of_each
 from fakequant._model.running import Data
 from fakequant._paired_models.calls import RecordedCall
-from fakequant._paired_models.errors import qparams_for
+from fakequant._paired_models.errors import decibels, qparams_for
 from fakequant._paired_models.runs import PairedRuns
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -19,7 +19,15 @@ from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._owners import stored_weight
 from fakequant.nn._quantizer import Quantizer
 from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, undone_on_error
-from fakequant.ptq._quadratic_error import Moments, RoundingProblem, Solver, best_codes, moments_of, rows_of
+from fakequant.ptq._quadratic_error import (
+    LayerSums,
+    RoundingProblem,
+    SolverOf,
+    best_codes,
+    parts_of,
+    rows_of,
+    sums_of,
+)
 from fakequant.spec import QuantSpec
 
 # Inputs of layers for which it is worth a note that the model runs from its start.
@@ -28,7 +36,7 @@ _MANY = 8
 
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
-    """The weight of a layer, with the scale and zero point of every element.
+    """The weight of a layer and its grid.
 
     weight ~ (code - zero_point) * scale, qmin <= code <= qmax
 
@@ -37,17 +45,20 @@ class WeightGrid:
 
     layer: AnyLayer
     weight: Tensor
-    # Of the shape of the weight, float32.
-    scale: Tensor
-    zero_point: Tensor
-    # As the quantizer has them.
+    # Scale and zero point, as the quantizer has them.
     qparams: tuple[Tensor, Tensor]
+    # The code of 0 for each weight.
+    zero_points: Tensor
 
     @property
     def quantizer(self) -> Quantizer:
         """The quantizer of the weight."""
         quantizer: Quantizer = self.layer.weight_quantizer
         return quantizer
+
+    def scales(self) -> Tensor:
+        """Returns the scale of each weight, float32."""
+        return scale_of_each(self.qparams[0], self.weight, self.quantizer.spec)
 
     def codes(self, weight: Tensor) -> Tensor:
         """Returns the codes nearest to a weight, as floats."""
@@ -60,7 +71,7 @@ class WeightGrid:
         if spec.float_format is None:
             stored = codes.to(getattr(torch, spec.storage))
         else:  # values of the format, in units of the scale
-            stored = tensor_functions.quantize(codes.float() * self.scale, *self.qparams, spec)
+            stored = tensor_functions.quantize(codes.float() * self.scales(), *self.qparams, spec)
         values = tensor_functions.dequantize(stored, *self.qparams, spec, dtype=self.weight.dtype)
         keep_scale(self.quantizer, self.qparams)
         _write_weight(self.layer, values)
@@ -77,16 +88,9 @@ def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGr
     weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
     scale, zero_point = qparams_for(quantizer, weight)
     spec = quantizer.spec
-    steps = scale_of_each(scale, weight, spec)
-    zeros = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
-    weight = weight if float_weight is None else float_weight.to(weight.dtype)
-    return WeightGrid(
-        layer=layer,
-        weight=weight.clone(),
-        scale=steps,
-        zero_point=zeros.float(),
-        qparams=(scale.clone(), zero_point.clone()),
-    )
+    zero_points = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
+    weight = weight.clone() if float_weight is None else float_weight.to(weight.dtype)
+    return WeightGrid(layer, weight, (scale.clone(), zero_point.clone()), zero_points)
 
 
 @torch.no_grad()
@@ -125,7 +129,7 @@ def round_layers(
     model: nn.Module,
     data: Data,
     name: str,
-    solve: Solver,
+    solver_of: SolverOf,
     *,
     damping: float,
     layers: str | Sequence[str],
@@ -150,20 +154,22 @@ def round_layers(
         for wave in runs.each_wave(name if progress else None):
             paths = [path for path in wave if path not in reasons and chosen(path)]
             weights = {path: runs.reference_weight(path) for path in paths}
-            found = moments_of(runs.pairs(paths), weights) if paths else {}
-            for path in paths:
-                moments = found.pop(path, None)
-                if moments is not None:
-                    grids[path] = weight_grid(runs.layers[path], weights.pop(path))
-                    _check_finite(path, moments)
-                    try:
-                        sqnr = _round(grids[path], moments.damped(damping), solve)
-                    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                        raise ValueError(
-                            f"The inputs of {path} differ too much in size to solve for its weight.\n"
-                            f"Use a larger damping than {damping}, or leave the layer out with `layers`."
-                        ) from error
-                    changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
+            found = sums_of(runs.pairs(paths), weights) if paths else {}
+            for path in [path for path in paths if path in found]:
+                sums = found.pop(path)
+                grid = weight_grid(runs.layers[path], weights.pop(path))
+                _check_finite(path, sums)
+                try:
+                    sqnr = _round(grid, sums.damp(damping), solver_of)
+                except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"The inputs of {path} differ too much in size to solve for its weight.\n"
+                        f"Use a larger damping than {damping}, or leave the layer out with `layers`."
+                    ) from error
+                changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
+                if blocks is not None and blocks.of(path) != path:
+                    grids[path] = grid
+                del grid, sums  # as large as the weight
             if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
                     changes[block] = _round_block(runs, block, blocks, grids)
@@ -172,7 +178,7 @@ def round_layers(
 
 def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, WeightGrid]) -> LayerChange:
     block = runs.model.get_submodule(path)
-    own = [grids[layer] for layer in blocks.layers[path] if layer in grids]
+    own = [grids.pop(layer) for layer in blocks.layers[path] if layer in grids]
     if not own:
         return LayerChange.of(path, block, reason="the weights of its layers cannot be rounded")
     return LayerChange.of(path, block, blocks.round(block, own, runs.module_calls(path)))
@@ -215,25 +221,35 @@ def layer_rows(
     return rows
 
 
-def _round(grid: WeightGrid, moments: Moments, solve: Solver) -> tuple[float, float]:
+def _round(grid: WeightGrid, sums: LayerSums, solver_of: SolverOf) -> tuple[float, float]:
     """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
-    form, spec = moments.form, grid.quantizer.spec
-    problem = RoundingProblem(
-        weight=form.matrix(grid.weight).float(),
-        scale=form.matrix(grid.scale),
-        zero_point=form.matrix(grid.zero_point),
-        qmin=spec.qmin,
-        qmax=spec.qmax,
-        moments=moments,
-        float_grid=None if spec.float_format is None else QuantSpec(format=spec.format),
-    )
-    codes, nearest, error = best_codes(problem, solve)
-    grid.write(form.weight(codes, grid.weight))
-    return moments.sqnr(problem.values(problem.nearest()), nearest), moments.sqnr(problem.values(codes), error)
+    spec, matrix = grid.quantizer.spec, sums.form.matrix
+    weight, scales, zero_points = matrix(grid.weight), matrix(grid.scales()), matrix(grid.zero_points)
+    codes = torch.empty_like(weight, dtype=torch.float32)
+    solve = solver_of(sums.a)
+    before, after = torch.zeros(2, 2, dtype=torch.float64)
+    for outputs in parts_of(weight):
+        problem = RoundingProblem(
+            weight=weight[:, outputs].float(),
+            scale=scales[:, outputs],
+            zero_point=zero_points[:, outputs].float(),
+            qmin=spec.qmin,
+            qmax=spec.qmax,
+            moments=sums.moments(outputs),
+            float_grid=None if spec.float_format is None else QuantSpec(format=spec.format),
+        )
+        found = best_codes(problem, solve)
+        codes[:, outputs] = found.codes
+        before += problem.moments.powers(problem.values(problem.nearest()), found.nearest).cpu()
+        after += problem.moments.powers(problem.values(found.codes), found.error).cpu()
+    del scales, zero_points  # as large as the weight
+    grid.write(sums.form.weight(codes, grid.weight))
+    (signal, noise), (same, left) = before.clamp(min=0).tolist(), after.clamp(min=0).tolist()
+    return decibels(signal, noise), decibels(same, left)
 
 
-def _check_finite(path: str, moments: Moments) -> None:
-    if not all(sums.isfinite().all() for sums in (moments.a, moments.b, moments.c)):
+def _check_finite(path: str, sums: LayerSums) -> None:
+    if not all(part.isfinite().all() for part in (sums.a, sums.cross, sums.square, sums.reference)):
         raise ValueError(
             f"The error of {path} is not finite: its inputs or its weight have NaN, infinity, or values that are "
             "too large to be squared.\nUse other data, or leave the layer out with `layers`."
