@@ -9,18 +9,18 @@ INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(B
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test test-all zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-gpu test-torch \
+.PHONY: test test-all installed zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-gpu test-torch \
   test-python clean
 
-# The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
-# torch's threads must not spin while they wait.
-test: export OMP_WAIT_POLICY = PASSIVE
+# The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so each
+# has one thread of torch; tests that need two set their number.
+test: export OMP_NUM_THREADS = 1
 test: lint test-kernels $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist worksteal $(if $(CI),--durations=50)
 	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators --ignore tests/operators/test_fork.py
 
 # Everything of which `make test` tries samples (tests/shared/thoroughness.py), and the whole zoo.
-test-all: export OMP_WAIT_POLICY = PASSIVE
+test-all: export OMP_NUM_THREADS = 1
 test-all: export FAKEQUANT_TESTS = all
 test-all: lint test-kernels $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist worksteal --durations=50
@@ -28,7 +28,7 @@ test-all: lint test-kernels $(VENV)/.docs
 	  tests/compile/test_compile.py tests/compile/test_fusion.py tests/ranks/test_distill_runs.py
 
 # Runs the whole flow on all models of tests/zoo; `make test` runs some of them.
-zoo: export OMP_WAIT_POLICY = PASSIVE
+zoo: export OMP_NUM_THREADS = 1
 zoo: build $(VENV)/.installed
 	FAKEQUANT_TESTS=all $(PY) -m pytest -n 2 --dist worksteal tests/zoo
 
@@ -36,7 +36,7 @@ zoo: build $(VENV)/.installed
 N    ?= 100
 SEED ?= 0
 
-fuzz: export OMP_WAIT_POLICY = PASSIVE
+fuzz: export OMP_NUM_THREADS = 1
 fuzz: build $(VENV)/.installed
 	$(PY) tests/fuzz/fuzz.py --networks $(N) --seed $(SEED) --scripts build/fuzz
 
@@ -87,6 +87,9 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/bench_language_model_export.py --json benchmarks/results/latest-language-model-export.json
 
 build: $(VENV)/.built
+
+# All that the tests need. With -j2, packages are installed while the extension is compiled.
+installed: build $(VENV)/.docs
 
 # .demo has what `make demo` needs, .installed the rest. torch is installed first and with its exact version, so that no
 # dependency replaces a CPU build by another one. torchvision asks for another build, and is installed without its dependencies, where only the zoo looks for it.
@@ -150,7 +153,7 @@ TORCH      ?= 2.15.0
 TORCH_VENV ?= build/torch-$(TORCH)-$(notdir $(PYTHON))
 TESTS      ?= tests
 
-test-torch: export OMP_WAIT_POLICY = PASSIVE
+test-torch: export OMP_NUM_THREADS = 1
 test-torch: $(TORCH_VENV)/.built
 	$(TORCH_VENV)/bin/python -m fakequant info
 	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal -q $(TESTS)
