@@ -174,4 +174,4 @@ def test_another_range_is_a_difference_although_the_codes_are_the_same(tmp_path)
     onnx.save(proto, path)
     found = fq.verify(model, path, [x])
     assert not found.ok
-    assert "the range of the tensor is another one" in found.verdict()
+    assert "the two models found different ranges" in found.verdict()

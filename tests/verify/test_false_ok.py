@@ -356,7 +356,7 @@ def test_verify_names_sums_that_overflow_32_bits(tmp_path):
     assert not found.ok
     assert found.overflows
     assert not found.saturates
-    assert "do not fit 32 bits" in found.verdict()
+    assert "do not fit in 32 bits" in found.verdict()
 
 
 def test_verify_names_the_shape_a_file_accepts_if_a_batch_does_not_fit(tmp_path):

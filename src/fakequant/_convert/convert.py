@@ -94,6 +94,7 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     goal.require_layers(model)
     _refuse_ggml_types(model, goal)
     versions = _versions(model)
+    # `deepcopy` takes what it has copied already from this dict, so parameters are shared instead of copied.
     shared: dict[int, Any] = {id(p): _fixed(p.detach()) for p in model.parameters() if type(p) is nn.Parameter}
     copied = copy.deepcopy(model, shared).eval().requires_grad_(False)
     forget_preparation(copied)
@@ -248,7 +249,7 @@ def _weight_spec_of(module: nn.Module) -> QuantSpec | None:
 
 
 def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuantizer]:
-    """Returns a fixed grid for every quantizer of an activation."""
+    """Returns the golden quantizer of every activation, fixed or dynamic."""
     weights = weight_quantizers(model)
     made = {}
     for path, quantizer in named_quantizers(model):

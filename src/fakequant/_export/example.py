@@ -1,6 +1,6 @@
 """What every export starts with: the path, the golden model, the arguments of the example, and the outputs for them.
 
-Arguments that are no tensors, such as `use_cache=False`, become constants of the file. Exporters would have inputs for
+Arguments that are not tensors, such as `use_cache=False`, become constants of the file. Exporters would have inputs for
 them, or lose the names of dynamic axes.
 """
 

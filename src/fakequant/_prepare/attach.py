@@ -15,10 +15,12 @@
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
     the model                          its `Preparation`, a load_state_dict pre-hook, the        prepare
                                        buffer `fakequant_flow` if there was an example
+    a layer whose inputs have tokens   the buffer `fakequant_tokens`                             calibrate
+    an adapter of PEFT                 another `merge`, which `allow_merging` undoes             prepare
     a batch norm                       a class derived from its class                            Schedule
 
 Each of these modules also gets one attribute, `_fakequant`. It is a record of what is needed to undo the changes.
-`detach_all` removes everything. Parameters, buffers, other hooks, attributes and methods are not touched.
+`unprepare` removes everything. Parameters, other buffers, hooks, attributes and methods are not touched.
 """
 
 import dataclasses

@@ -147,7 +147,7 @@ def _describe_calls(layers: set[str], results: Results, graph: FlowGraph) -> Non
 
 
 def attach_results(model: nn.Module, results: Results, repeated: RepeatedCalls) -> list[str]:
-    """Adds the quantizers of results to a model. Returns the paths of modules that are no layers and have outputs."""
+    """Adds the quantizers of results to a model. Returns the paths of modules that are not layers and have outputs."""
     hooked = []
     of_functions: dict[str, dict[str, nn.Module]] = {}
     for (path, key), slot in results.slots(repeated).items():

@@ -53,9 +53,9 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
         `config.first_last_bits`    which layers are first and last
         target                      some runtimes round the model's inputs at ties in their own way
 
-    A config with one of these needs the example: so do `recipes.int8`, `w4a8`, `lsq` and `fp8`. Any other config can do
-    without it. Then batch norms do not fold, a layer that is called several times has one range for all calls, and
-    weights that functions read, as in `F.linear(x, layer.weight)`, are not quantized there.
+    A config with one of these needs the example; `recipes.int8`, `w4a8`, `lsq` and `fp8` are such configs. Any other
+    config can do without it. Then batch norms do not fold, a layer that is called several times has one range for all
+    calls, and weights that functions read, as in `F.linear(x, layer.weight)`, are not quantized there.
 
     Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
 

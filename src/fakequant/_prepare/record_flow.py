@@ -26,9 +26,9 @@ from fakequant.nn._quantizer import Quantizer
 def record_flow(model: nn.Module, example: Any) -> FlowGraph:
     """Runs `model` on one batch, in evaluation mode and without gradients, and returns the calls that were made.
 
-    Any Python code can be recorded. Buffers, modes and random numbers are as before afterwards. Quantizers do nothing
-    during the run. Those of a prepared model are no calls: its modules compute the same results as before. The example
-    is a batch, as `calibrate` takes them.
+    Any Python code can be recorded. Buffers, modes and random numbers are as before afterwards. Quantizers of
+    a prepared model do nothing during the run and are not recorded, so its modules compute what the float model's do.
+    The example is a batch, as `calibrate` takes them.
 
     >>> graph = record_flow(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
     >>> [str(call) for call in graph.modules()]

@@ -60,7 +60,7 @@ class Session:
     results: list[str] | None
     # Whether the file is unchanged since it was exported.
     is_as_written: bool
-    # Tensors that the file had when it was exported, and has no more under that name.
+    # Tensors that the file had when it was exported, and no longer has under that name.
     missing: Sequence[str] = ()
     # The operators of the file that draw random numbers.
     random_operators: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Finds the reason why two models have different codes, if it is not a tie."""
+"""Decides which differing codes of two models are ties, and finds the reasons for the others."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from fakequant._runtimes.arithmetic import arithmetics
 from fakequant._verify.passes import Difference
 from fakequant.nn._quantized_layer import input_grid_of
 
-OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
+OVERFLOW = "overflow: sums of products do not fit in 32 bits; use fewer bits, or split the layer"
 SATURATION = (
     "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights "
     f"(target {' or '.join(name for name, target in TARGETS.items() if target.weights.bits == 7)})"
@@ -29,7 +29,7 @@ TIE = "rounding tie: the input lies between two codes, and float rounding decide
 UNSTEADY = "rounding: float operations before the quantizer have rounding errors larger than its steps"
 BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
-SCALE = "scale: the range of the tensor is another one"
+SCALE = "scale: the two models found different ranges"
 READ_WEIGHT = "weight: the model's code uses a quantized weight as a float; see the notes of summary(model)"
 LARGE_BIAS = f"bias: {WIDENED}"
 UNKNOWN = "not explained"

@@ -1,6 +1,6 @@
-"""Checks that a model and a file repeat themselves: that they return the same whenever they run on the same batch.
+"""Checks that a model and a file are deterministic: that they return the same whenever they run on the same batch.
 
-`verify` measures rounding by repeating a computation, so a model that does not repeat itself would raise its own
+`verify` measures rounding by repeating a computation, so a model that is not deterministic would raise its own
 tolerance. Codes and results decide. Random numbers and state that have no effect on them, such as a counter of calls,
 are allowed. They only lead to more passes, some with extreme random numbers, and are named if results change.
 """
@@ -25,7 +25,7 @@ _MOST_NAMES = 3
 
 
 def require_repeating(name: str, model: nn.Module, first: Outcome, run: Callable[[], Outcome]) -> None:
-    """Raises ValueError if a model does not repeat itself.
+    """Raises ValueError if a model is not deterministic.
 
     `first` is what it has returned for a batch, and `run` runs it on that batch again. Messages call it `name`.
     """
@@ -56,7 +56,7 @@ def require_same(name: str, first: list[Tensor], again: list[Tensor]) -> None:
 
 def _refusal(name: str, change: str, drawn: list[str], changed: list[str]) -> ValueError:
     return ValueError(
-        f"The {name} does not repeat itself: {change} differs between two passes on the same batch. "
+        f"The {name} is not deterministic: {change} differs between two passes on the same batch. "
         f"{_reason(drawn, changed)}"
     )
 
@@ -102,10 +102,10 @@ def require_repeating_file(runtime: Session, first: list[Array], args: Args, kwa
     is_same = all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(first, again, strict=True))
     if is_same and not runtime.random_operators:
         return
-    problem = "does not repeat itself: its results differ between two runs on the same batch"
+    difference = "" if is_same else ": its results differ between two runs on the same batch"
     reason = f"It draws random numbers ({_named(runtime.random_operators)}).\n" if runtime.random_operators else ""
     raise ValueError(
-        f"The file {problem if not is_same else 'is not deterministic'}. {reason}"
+        f"The file is not deterministic{difference}. {reason}"
         "Export a model that draws no random numbers in evaluation mode."
     )
 

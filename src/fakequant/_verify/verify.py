@@ -72,8 +72,8 @@ def verify(
 
     Engines that multiply dequantized weights have no codes to read. For their folders, every stored tensor, every
     parameter that the engine loads and every output must have the expected bits. For GGUF files, all metadata and
-    tensors and all dequantized weights must. Outputs must be as close as those of the prepared model are to its own
-    with random errors of the size of rounding; docs/guides/language-models.md has the limits.
+    tensors and all dequantized weights must. Outputs must be no further from the prepared model's than
+    those move when errors of the size of rounding are added; docs/guides/language-models.md has the limits.
 
     Args:
         model: A prepared and calibrated model.

@@ -25,7 +25,7 @@ from fakequant.nn._packed_weights import PackedLayer, given_weight, pack, requir
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._records import DerivedModule, derived_class
 
-# The class that all tuner layers of PEFT are derived from, and the child that is no adapter.
+# The class that all tuner layers of PEFT are derived from, and the child that is not an adapter.
 TUNER, BASE = "BaseTunerLayer", "base_layer"
 
 

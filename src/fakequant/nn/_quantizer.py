@@ -92,8 +92,8 @@ class Quantizer(QuantizerState):
     path: str | None
     # The shape of the scales, or None if it depends on each tensor.
     _blocks: tuple[int, ...] | None
-    # How the runtime quantizes floats. None if it follows the rule of ONNX. `prepare` sets it for quantizers of the
-    # model's inputs.
+    # How the runtime quantizes floats. None if it follows the rule of ONNX. `prepare` sets it for the model's
+    # inputs, for fractions such as results of softmax, and for scales per token.
     rounding: Rounding | None = None
     # What is known about the last tensor. A thread that finds the tensor of another thread here finds no scales.
     _last: LastTensor | None

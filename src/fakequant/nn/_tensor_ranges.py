@@ -105,7 +105,7 @@ def quantize_with_own_range(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) 
 
 
 def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
-    """Computes the range in new tensors, not in the buffers: several threads may evaluate one model."""
+    """Computes the range in new tensors, which are then copied: several threads may evaluate one model."""
     blocks = quantizer._check_blocks(x)
     if torch.compiler.is_compiling() or is_memory(x) or x.numel() == 0:
         lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)

@@ -405,7 +405,7 @@ def observe_into(
     eps: float,
     gradient: Gradient,
 ) -> Tensor:
-    """Does the same with the buffers of a quantizer, which are changed in place.
+    """Does what `observe_fake_quantize` does with the buffers of a quantizer, which are changed in place.
 
     `state` is the running minimum and maximum, scale and zero point. The number of non-finite values is added to
     `nonfinite`. Blocks must have one length.

@@ -13,7 +13,7 @@ from fakequant.spec import QuantSpec
 
 
 class GoldenQuantizer(nn.Module):
-    """Quantizes activations with a fixed scale and zero point, to the same codes as the runtime.
+    """Quantizes activations to the same codes as the runtime.
 
     Args:
         spec: The spec of the activation.

@@ -136,7 +136,7 @@ def _stored_layer(
             if spec.group_rows is not None and len(found) > 1:
                 numbers, total = rows[:: spec.group_rows] // spec.group_rows, number // spec.group_rows
                 if len(rows) % spec.group_rows or len(numbers) != len(value):
-                    raise ValueError(f"{own} in {folder.path} has parts that are no whole blocks of rows.")
+                    raise ValueError(f"{own} in {folder.path} has parts that are not whole blocks of rows.")
             elif spec.group_rows is not None:
                 numbers, total = torch.arange(len(value)), len(value)
             whole = scales[place]

@@ -50,7 +50,7 @@ def export_executorch(
         model: A prepared and calibrated model, or one that was converted for the target "xnnpack".
         path: The file to write. It appears only when it is complete.
         example: One batch, as `prepare` takes it: a tensor, a dict of keyword arguments, or a tuple, of which only the
-            arguments that `forward` requires are passed. Arguments that are no tensors are constants of the program.
+            arguments that `forward` requires are passed. Arguments that are not tensors are constants of the program.
         max_batch: The largest length of the first axis of every input. The program reserves memory for it. If None,
             the length is that of the example.
         dynamic_shapes: The axes that may have other lengths, in the format of `torch.export`: a tuple or dict with one

@@ -87,7 +87,7 @@ def export_onnx(
         path: The file to write. It appears only when it is complete, onnx.checker has accepted it, and the runtime of
             the target, if it is installed, has run it on the example.
         example: One batch, as `prepare` takes it: a tensor, a dict of keyword arguments, or a tuple, of which only the
-            arguments that `forward` requires are passed. Arguments that are no tensors are constants of the file.
+            arguments that `forward` requires are passed. Arguments that are not tensors are constants of the file.
         target: The target of the file. None for the target of the model's config.
         opset: The ONNX opset version, 13 to 25.
         dynamic_batch: Whether the first axis of every input may have any length at run time.

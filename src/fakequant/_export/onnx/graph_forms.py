@@ -55,7 +55,7 @@ _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
 
 
 def rewrite(model: ir.Model, target: Target) -> None:
-    """Applies all rewrites. Runs before lowering, while quantizers are still Grid nodes."""
+    """Applies the rewrites that precede lowering, while quantizers are still Grid nodes."""
     for node in list(model.graph):
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)

@@ -101,7 +101,7 @@ class UnsupportedOpset(ValueError):
 
 
 class Lowering:
-    """Replaces the Grid and Stored nodes of a model.
+    """Replaces the Grid, Stored and DynamicProduct nodes of a model.
 
     Args:
         model: The program from torch's exporter. It is changed in place.

@@ -84,7 +84,7 @@ def _is_read_as_codes(value: ir.Value) -> bool:
 
 
 def _repeated_after(node: ir.Node, move: ir.Node, value: ir.Value) -> ir.Value:
-    """Inserts a copy of a grid between a result of a move and its readers that are no grids. Returns its result."""
+    """Inserts a copy of a grid between a result of a move and its readers that are not grids. Returns its result."""
     graph, users = move.graph, [use for use in value.uses() if not is_grid(use[0])]
     assert graph is not None
     name = f"{node.attributes['name'].as_string()}.after_{move.op_type.lower()}"

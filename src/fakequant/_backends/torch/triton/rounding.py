@@ -125,17 +125,6 @@ def to_dtype(v, dtype: tl.constexpr):
 
 
 @triton.jit
-def is_of_torch(RULE: tl.constexpr):
-    return RULE == "torch_tensor" or RULE == "torch_channel"
-
-
-@triton.jit
-def clamps_levels(RULE: tl.constexpr):
-    """Returns True if a level is a code minus the zero point."""
-    return RULE == "onnx" or RULE == "torch_tensor" or RULE == "torch_channel"
-
-
-@triton.jit
 def inverse_of(scale, RULE: tl.constexpr):
     """Returns what data are multiplied by, for rules that multiply, or divided by."""
     if RULE == "torch_tensor" or RULE == "torch_channel":
