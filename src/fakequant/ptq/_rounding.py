@@ -225,7 +225,9 @@ def _round(grid: WeightGrid, sums: LayerSums, solver_of: SolverOf) -> tuple[floa
     """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
     spec, matrix = grid.quantizer.spec, sums.form.matrix
     weight, scales, zero_points = matrix(grid.weight), matrix(grid.scales()), matrix(grid.zero_points)
-    codes = torch.empty_like(weight, dtype=torch.float32)
+    # The codes of float formats are values.
+    dtype = torch.float32 if spec.float_format is not None else getattr(torch, spec.storage)
+    codes = torch.empty_like(weight, dtype=dtype)
     solve = solver_of(sums.a)
     before, after = torch.zeros(2, 2, dtype=torch.float64)
     for outputs in parts_of(weight):
