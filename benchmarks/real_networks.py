@@ -14,7 +14,8 @@ made here, so accuracies say something about quantizers, not about the networks:
     speaker encoder    Resemblyzer, three LSTM layers. 30 voices of espeak-ng, six texts each: the nearest other utterance must
                        be of the same voice. Only the first frames are used, because a file has every time step of an LSTM.
 
-A row is a quantizer in a runtime. All are calibrated with the same data, which is not tested. "SQNR" compares the outputs with
+A row is a quantizer in a runtime. All are calibrated with the same data, which is not tested, and the others have their defaults, with weights per channel
+where that is an option of the static quantizer. "SQNR" compares the outputs with
 those of the float model, in dB, and is much sharper than the accuracy: one answer is 0.2 to 0.7 points. "MB" is the size of the
 file. "Worst layer" is what `compare` names. "16 bits" gives the input of that layer 16 bits.
 
@@ -40,7 +41,9 @@ import types
 import warnings
 import wave
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -364,7 +367,7 @@ def ort_dynamic(task: Task, folder: Path) -> Row:
     from onnxruntime import quantization
 
     path = folder / "dynamic.onnx"
-    quantization.quantize_dynamic(str(float_file(task, folder)), str(path), per_channel=True)
+    quantization.quantize_dynamic(str(float_file(task, folder)), str(path))
     return in_onnxruntime(path)
 
 
@@ -489,7 +492,8 @@ def measure(name: str, task: Task, only: str) -> dict[str, Any]:
                 continue
             start, row = time.process_time(), {"bits": bits, "name": row_name}
             try:
-                made = make()
+                with redirect_stdout(StringIO()):  # bars of progress
+                    made = make()
                 got = outputs(made.run, task)
             except Exception as error:  # of whatever package refuses the network: the reason is the figure
                 reason = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:120]}"
