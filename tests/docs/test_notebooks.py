@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from thoroughness import only_in_test_all
+
 pytest.importorskip("torch")
 
 NOTEBOOKS = {path.stem: path for path in (Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb")}
@@ -28,7 +30,11 @@ def test_every_notebook_is_tested():
     assert set(NOTEBOOKS) == set(NEEDS)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    # The guide on export takes the same steps as the one for phones.
+    [pytest.param(name, marks=only_in_test_all) if name == "cnn-to-a-phone" else name for name in NEEDS],
+)
 def test_notebook_runs(name):
     for package in NEEDS[name]:
         pytest.importorskip(package)
@@ -37,6 +43,6 @@ def test_notebook_runs(name):
     assert not any(cell.get("outputs") for cell in cells)
     names = {}
     shown = [run("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"]
-    tables = [value._repr_html_() for value in shown if hasattr(value, "_repr_html_")]
-    assert len(tables) >= 3
-    assert all("<table" in table for table in tables)
+    html = [value._repr_html_() for value in shown if hasattr(value, "_repr_html_")]
+    assert len(html) >= 3
+    assert sum("<table" in one for one in html) >= 2
