@@ -11,8 +11,8 @@ made here, so accuracies say something about quantizers, not about the networks:
                        from the standard library, NumPy, SciPy, scikit-learn and torch. 48 tokens.
     pitch              CREPE tiny, a CNN of 0.5 million parameters. 400 synthetic tones with glide and noise; right within 50 cents.
     face detector      RNet of MTCNN, a CNN. Crops of faces and of other things (scikit-image's subset of LFW) with noise.
-    speaker encoder    Resemblyzer, three LSTM layers. 30 voices of espeak-ng, six texts each: the nearest other utterance must
-                       be of the same voice. Only the first frames are used, because a file has every time step of an LSTM.
+    speaker encoder    Resemblyzer, three LSTM layers. 30 voices of espeak-ng, six texts each: the nearest utterance of another
+                       text must be of the same voice. Short windows, because a file has every time step of an LSTM.
 
 A row is a quantizer in a runtime. All are calibrated with the same data, which is not tested, and the others have their defaults, with weights per channel
 where that is an option of the static quantizer. "SQNR" compares the outputs with
@@ -60,7 +60,8 @@ from digits_runtimes import targets
 from fakequant._runtimes.session import open_file
 
 PACKAGES = Path(sys.prefix) / "real"
-TOKENS, FRAMES = 48, 32  # FRAMES of 10 ms: exporting an LSTM takes time for each
+TOKENS = 48
+FRAMES, WINDOWS = 32, 4  # FRAMES of 10 ms in a window: exporting an LSTM takes time for each
 Array = np.ndarray
 
 
@@ -285,17 +286,19 @@ def speaker_encoder() -> Task:
                     )
                     samples *= 10 ** (-30 / 20) / np.sqrt((samples**2).mean())  # the volume it was trained with
                     samples += 10 ** (-45 / 20) * generator.standard_normal(len(samples))  # 15 dB below
-                    found.append(mel(samples)[20 : 20 + FRAMES])
-    x = torch.tensor(np.array(found)).unflatten(0, (-1, len(TEXTS)))
-    tested = x[::5].shape[0]
-    voices = np.repeat(np.arange(len(x) - tested), len(TEXTS))
-    test = torch.cat([x[i : i + 1] for i in range(len(x)) if i % 5]).flatten(0, 1)
+                    frames = mel(samples)[20 : 20 + WINDOWS * FRAMES]
+                    found.append(frames.reshape(WINDOWS, FRAMES, 40))
+    x = torch.tensor(np.array(found)).unflatten(0, (-1, len(TEXTS)))  # voice, text, window, frame, feature
+    test = torch.cat([x[i : i + 1] for i in range(len(x)) if i % 5])
+    voices, texts = np.divmod(np.arange(len(test) * len(TEXTS)), len(TEXTS))
 
     def right(found: Array) -> Array:
-        alike = found @ found.T - 2 * np.eye(len(found))
+        utterances = found.reshape(len(voices), WINDOWS, -1).mean(1)
+        utterances /= np.linalg.norm(utterances, axis=1, keepdims=True)
+        alike = utterances @ utterances.T - 2 * (texts[:, None] == texts)  # other texts only
         return voices[alike.argmax(1)] == voices
 
-    return Task(Speakers(state).eval(), list(x[::5].flatten(0, 1).split(12)), list(test.split(48)), right)
+    return Task(Speakers(state).eval(), list(x[::5].flatten(0, 2).split(48)), list(test.flatten(0, 2).split(96)), right)
 
 
 TASKS = {
@@ -365,9 +368,11 @@ def ort_static(task: Task, folder: Path, bits: int = 8) -> Row:
 
 def ort_dynamic(task: Task, folder: Path) -> Row:
     from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    path = folder / "dynamic.onnx"
-    quantization.quantize_dynamic(str(float_file(task, folder)), str(path))
+    ready, path = folder / "ready.onnx", folder / "dynamic.onnx"
+    quant_pre_process(str(float_file(task, folder)), str(ready))
+    quantization.quantize_dynamic(str(ready), str(path))
     return in_onnxruntime(path)
 
 
