@@ -77,7 +77,7 @@ def accuracy(model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the commands use: train.py, model.pt, float.pt, model.onnx, examples and benchmarks."""
+    """The files that commands use: train.py, model.pt, quantized.pt, float.pt, model.onnx, examples and benchmarks."""
     import torch
 
     import fakequant as fq
@@ -89,7 +89,8 @@ def folder(tmp_path_factory):
     names: dict = {}
     exec(TRAIN, names)
     model = fq.calibrate(names["make_model"](), names["test_data"](), progress=False)
-    torch.save(model.state_dict(), folder / "model.pt")
+    for name in ("model.pt", "quantized.pt"):
+        torch.save(model.state_dict(), folder / name)
     torch.save(names["make_float"]().state_dict(), folder / "float.pt")
     fq.export_onnx(model, folder / "model.onnx", names["test_data"]()[0])
     return folder

@@ -81,3 +81,18 @@ def test_site_shows_the_help_of_every_command(built, command):
     folder, _ = built
     text = re.sub(r"<[^>]*>", "", (folder / "reference" / "cli.html").read_text())
     assert f"usage: fakequant{command} [-h]" in text
+
+
+def test_site_lists_its_pages_for_language_models(built):
+    folder, _ = built
+    listed = re.findall(r"^- \[[^]]+\]\((\S+)\): \S", (folder / "llms.txt").read_text(), re.MULTILINE)
+    assert {"index.md", "guides/runtimes.md", "reference/models.md"} <= set(listed)
+    assert len(listed) == len(list((ROOT / "docs").rglob("*.md")))
+    assert all((folder / name).read_text() == (ROOT / "docs" / name).read_text() for name in listed)
+
+
+def test_reference_has_tables_of_arguments(built):
+    folder, _ = built
+    text = (folder / "reference" / "models.html").read_text()
+    assert "Args:" not in text
+    assert text.count(">Parameters:<") > 10

@@ -112,6 +112,15 @@ def test_licences_of_compiled_in_code_match_their_sources():
     assert (ROOT / "licenses/robin_map.txt").read_text().strip() in comment
 
 
+def test_version_is_the_same_everywhere():
+    version = PROJECT["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    # The first section of the changelog is the next release: this version, or what comes after it.
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first
+    assert first[1] in (version, "Unreleased")
+
+
 def test_github_workflows_are_valid():
     for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
         workflow = yaml.safe_load(path.read_text())
