@@ -120,6 +120,7 @@ WHOLE_MODELS = [
     "Schedule",
     "audit",
     "calibrate",
+    "card",
     "check",
     "compare",
     "convert",

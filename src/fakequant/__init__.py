@@ -37,6 +37,7 @@ if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` i
     from fakequant._convert.convert import convert as convert
     from fakequant._convert.converted_files import load_converted as load_converted, save_converted as save_converted
     from fakequant._diagnosis.audit import audit as audit
+    from fakequant._diagnosis.card import card as card
     from fakequant._diagnosis.check import check as check
     from fakequant._diagnosis.compare import compare as compare
     from fakequant._diagnosis.health import History as History, health as health
@@ -69,6 +70,7 @@ _WHOLE_MODELS = {
     "Schedule": "_train.schedule",
     "audit": "_diagnosis.audit",
     "calibrate": "_train.calibrate",
+    "card": "_diagnosis.card",
     "check": "_diagnosis.check",
     "compare": "_diagnosis.compare",
     "convert": "_convert.convert",

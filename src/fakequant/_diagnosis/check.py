@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import fakequant
 from fakequant import recipes
 from fakequant._convert.convert import convert
-from fakequant._model.leaves import tensors
-from fakequant._model.running import call_arguments, check_module, copied
+from fakequant._diagnosis.training_step import training_step
+from fakequant._model.running import check_module
 from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._prepare.summary import Amount, Summary, shares_in_words, summary
 from fakequant._runtimes import RUNTIMES, find
@@ -163,15 +163,11 @@ class _Run:
 
     def _train(self) -> str:
         trained = copy.deepcopy(self.model).train()
-        args, kwargs = copied(*call_arguments(trained, self.example))
-        results = [y for y in tensors(trained(*args, **kwargs)) if y.requires_grad]
-        loss = sum(y.float().square().mean() for y in results)
-        if not isinstance(loss, Tensor):
+        learned = [p for p in trained.parameters() if p.requires_grad]
+        if not learned or not training_step(trained, self.example, torch.optim.SGD(learned, lr=1e-3)):
             return "no result has a gradient"
-        loss.backward()
-        learned = [p for p in trained.parameters() if p.grad is not None]
-        torch.optim.SGD(learned, lr=1e-3).step()
-        return f"{len(learned)} of {sum(1 for _ in trained.parameters())} parameters have a gradient"
+        count = sum(p.grad is not None for p in learned)
+        return f"{count} of {sum(1 for _ in trained.parameters())} parameters have a gradient"
 
     def _save_and_load(self) -> str:
         self.other.load_state_dict(self.model.state_dict())
