@@ -133,6 +133,7 @@ WHOLE_MODELS = [
     "latency",
     "load_converted",
     "load_grids",
+    "load_torch_ao_state",
     "prepare",
     "report",
     "save_converted",

@@ -68,7 +68,7 @@ def test_scores_are_those_of_the_users_function(made):
 
 
 def test_without_a_function_results_are_compared_with_float(made, timed):
-    floats, model, path = made
+    floats, _, path = made
     first, prepared, file = timed.rows
     result = torch.from_numpy(module.open_file(path).run_unwatched((X,), {})[0].copy())
     same = floats(X)["logits"].argmax(1) == result.argmax(1)

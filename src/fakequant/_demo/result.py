@@ -18,7 +18,6 @@ from fakequant._model.running import Bar
 from fakequant._util.files import writing
 from fakequant._util.text import table
 
-
 # The file with the card, in the folder of the demo.
 CARD = "card.md"
 

@@ -67,9 +67,9 @@ def run(
 ) -> Result:
     """Trains a residual CNN on digits, quantizes it in four ways, exports and verifies each, and writes a report.
 
-    The folder gets `report.html`, its figures, an ONNX file of each model, `result.json`, `times.json` and `card.md`. Two runs
-    with the same seed write the same bits, except for measured times. The demo runs in one thread and restores torch's
-    settings and random state.
+    The folder gets `report.html`, its figures, an ONNX file of each model, `result.json`, `times.json` and `card.md`.
+    Two runs with the same seed write the same bits, except for measured times. The demo runs in one thread and restores
+    torch's settings and random state.
 
     Args:
         folder: The folder to write. It is created if necessary.

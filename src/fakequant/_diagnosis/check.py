@@ -55,6 +55,8 @@ class Check(Shown):
     floats: dict[str, str] = dataclasses.field(default_factory=dict)
     # Layers that are quantized but run in float in the runtime, with their kernel and the reason.
     float_kernels: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    # The lines of Python to write next, for this config and target. Empty if a stage failed.
+    next: str = ""
 
     @property
     def ok(self) -> bool:
@@ -82,6 +84,8 @@ class Check(Shown):
             parts.append(table(["quantized, but runs in float", "kernel", "why"], rows))
         if self.floats:
             parts.append(table(["in float", "why"], list(self.floats.items())))
+        if self.next:
+            parts.append(f"next:\n\n{self.next}")
         return "\n\n".join(parts)
 
 
@@ -110,7 +114,40 @@ def check(model: nn.Module, example: Any, config: QuantConfig | None = None) -> 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run.all_stages()
+    if found.ok:
+        found.next = _next_lines(config)
     return found
+
+
+def _next_lines(config: QuantConfig) -> str:
+    """Returns the lines that quantize, train, write and verify a model with a config."""
+    runtime = find(config.target).runtime
+    target = f"target={config.target!r}"
+    calls = [f"{name}({target})" for name in recipes.__all__] + [f"lsq({bits}, {target})" for bits in range(2, 9)]
+    recipe = next((call for call in calls if _makes(call, config)), None)
+    made = f"fq.recipes.{recipe}" if recipe else f"fq.QuantConfig.from_json({config.to_json()!r})"
+    example = ", example" * runtime.takes_example
+    path = f"model{runtime.suffix}"
+    return "\n".join(
+        [
+            "import fakequant as fq",
+            "",
+            f"config = {made}",
+            "model = fq.prepare(model, config, example)      # example: one batch",
+            "model = fq.calibrate(model, data)               # data: some batches",
+            "...                                             # train as before, or leave this out",
+            f"fq.{runtime.exporter}(model, {path!r}{example})",
+            f"print(fq.verify(model, {path!r}, data))",
+        ]
+    )
+
+
+def _makes(call: str, config: QuantConfig) -> bool:
+    """Returns True if a call of a recipe, as source code, makes this config."""
+    try:
+        return bool(eval(call, vars(recipes)) == config)
+    except (TypeError, ValueError):  # it needs more arguments, or is for other targets
+        return False
 
 
 class _Run:

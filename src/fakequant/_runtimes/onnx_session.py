@@ -107,7 +107,9 @@ class OnnxSession(Session):
     def size(self) -> int:
         """Returns the size of the file and of the files with its large tensors, in bytes."""
         entries = [entry for tensor in self.model.graph.initializer for entry in tensor.external_data]
-        return super().size() + sum(size_of(self.folder / name) for name in {e.value for e in entries if e.key == "location"})
+        return super().size() + sum(
+            size_of(self.folder / name) for name in {e.value for e in entries if e.key == "location"}
+        )
 
     def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
         """Yields the tensors that the golden model and the file both have."""

@@ -175,9 +175,7 @@ def latencies(
                 float_file = write_float(model, args, kwargs, file, Path(folder))
                 size = size_of(Path(folder))
             is_exact = accuracy_level is not None
-            times = file.times_with(
-                float_file, args, kwargs, threads=number, seconds=seconds, is_exact_level=is_exact
-            )
+            times = file.times_with(float_file, args, kwargs, threads=number, seconds=seconds, is_exact_level=is_exact)
             found.append(_latency(model, golden, file, number, (args, kwargs), *times))
     return found, size
 
