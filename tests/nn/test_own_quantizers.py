@@ -67,9 +67,8 @@ def test_own_quantizers_train_and_are_exported(made):
         assert torch.equal(weight, model[0].weight_quantizer(model[0].weight))
         assert {len(row.unique()) for row in weight} <= set(range(2, 16))
     if name == "Ternary":
-        assert set(
-            model[0].weight_quantizer(model[0].weight).div(model[0].weight_quantizer.scale).round().unique().tolist()
-        ) == {-1, 0, 1}
+        quantizer, weight = model[0].weight_quantizer, model[0].weight
+        assert set((quantizer(weight) / quantizer.scale).round().unique().tolist()) == {-1, 0, 1}
 
 
 def test_own_quantizers_survive_copies_states_and_json(made):
@@ -129,3 +128,21 @@ def test_wrong_classes_are_refused():
     for name in ("own_quantizers:None_", "no_such_module:A", "own_quantizers"):
         with pytest.raises(ValueError, match="no class"):
             fq.LayerConfig.from_dict({"weight_quantizer": name})
+
+
+@pytest.mark.parametrize("name", ["PowersOfTwo", "DoReFa"])
+def test_gradients_do_not_depend_on_saved_codes(name):
+    x, found = (
+        torch.randn(512, 512, generator=torch.Generator().manual_seed(1)),
+        [],
+    )  # large enough to be saved as codes
+    for save_codes in (True, False):
+        torch.manual_seed(0)
+        use = fq.QuantConfig(
+            default=fq.LayerConfig(weight=SPECS[name], weight_quantizer=getattr(own, name)), save_codes=save_codes
+        )
+        layer = fq.prepare(nn.Sequential(nn.Linear(512, 512)), use)
+        y = x.clone().requires_grad_()
+        layer(y).square().mean().backward()
+        found.append(y.grad)
+    assert torch.equal(*found)

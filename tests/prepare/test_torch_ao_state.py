@@ -104,6 +104,11 @@ def test_outputs_agree(loaded):
     assert (expected - found).abs().max() < 4 * step  # theirs have 7 bits, and quantize the result too
 
 
+def test_a_model_of_torch_ao_is_not_prepared_again(loaded):
+    with pytest.raises(ValueError, match="load_torch_ao_state"):
+        fq.prepare(loaded[1], fq.recipes.int8(), X)
+
+
 def test_states_that_do_not_fit_change_nothing(loaded):
     eager, old, _, _ = loaded
     model = fq.prepare(Residual(eager), fq.recipes.int8(), X)
