@@ -37,6 +37,7 @@ if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` i
     from fakequant._convert.convert import convert as convert
     from fakequant._convert.converted_files import load_converted as load_converted, save_converted as save_converted
     from fakequant._diagnosis.audit import audit as audit
+    from fakequant._diagnosis.card import card as card
     from fakequant._diagnosis.check import check as check
     from fakequant._diagnosis.compare import compare as compare
     from fakequant._diagnosis.health import History as History, health as health
@@ -51,6 +52,7 @@ if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` i
     from fakequant._export.onnx.export_onnx import export_onnx as export_onnx
     from fakequant._prepare.prepare import prepare as prepare, unprepare as unprepare
     from fakequant._prepare.summary import summary as summary
+    from fakequant._prepare.torch_ao_state import load_torch_ao_state as load_torch_ao_state
     from fakequant._train.calibrate import calibrate as calibrate
     from fakequant._train.distill import distill as distill
     from fakequant._train.schedule import Schedule as Schedule
@@ -69,6 +71,7 @@ _WHOLE_MODELS = {
     "Schedule": "_train.schedule",
     "audit": "_diagnosis.audit",
     "calibrate": "_train.calibrate",
+    "card": "_diagnosis.card",
     "check": "_diagnosis.check",
     "compare": "_diagnosis.compare",
     "convert": "_convert.convert",
@@ -81,6 +84,7 @@ _WHOLE_MODELS = {
     "latency": "_verify.latency",
     "load_grids": "_export.load_grids",
     "load_converted": "_convert.converted_files",
+    "load_torch_ao_state": "_prepare.torch_ao_state",
     "prepare": "_prepare.prepare",
     "report": "_diagnosis.report.writing",
     "save_converted": "_convert.converted_files",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -48,6 +49,11 @@ class LayerConfig:
     # only. If None, ranges are moving averages (`MovingAverage`), and learned scales start with the least squared
     # error. Ignored for specs per token, which always use `Dynamic`.
     activation_observer: Observer | None = None
+    # If set, the class of the quantizers of weights, or of inputs and outputs: your own, derived from
+    # `nn.FakeQuantize` or `nn.LearnedFakeQuantize`, which it then replaces whatever `learned` says. JSON has its name,
+    # "module:Class", and reading it imports the module.
+    weight_quantizer: type[nn.Module] | None = None
+    activation_quantizer: type[nn.Module] | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight", "input", "output"):
@@ -60,13 +66,19 @@ class LayerConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Observer):
                 raise TypeError(f"`{name}` must be an observer, such as MinMax(), or None, got {value!r}.")
+        for name in _CLASSES:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, type) and issubclass(value, nn.Module)):
+                raise TypeError(
+                    f"`{name}` must be a class derived from fakequant.nn.FakeQuantize, or None, got {value!r}."
+                )
         if not isinstance(self.learned, bool):
             raise TypeError(f"`learned` must be True or False, got {self.learned!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name, as dicts, numbers, strings and None."""
         return {
-            field.name: value.to_dict() if hasattr(value, "to_dict") else value
+            field.name: _name_of(value) if isinstance(value, type) else getattr(value, "to_dict", lambda v=value: v)()
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
         }
@@ -82,7 +94,38 @@ class LayerConfig:
         for name in ("weight_observer", "activation_observer"):
             if read.get(name) is not None:
                 read[name] = observers.from_dict(read[name])
+        for name in _CLASSES:
+            if isinstance(read.get(name), str):
+                read[name] = _named(read[name])
         return cls(**read)
+
+
+_CLASSES = ("weight_quantizer", "activation_quantizer")
+
+
+def _name_of(cls: type) -> str:
+    """Returns the name from which `_named` finds a class."""
+    if "<locals>" in cls.__qualname__:
+        raise ValueError(
+            f"The quantizer {cls.__qualname__} cannot be written by name, because it was defined in a function.\n"
+            "Define it in a module."
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _named(name: str) -> Any:
+    """Returns the class called "module:Class"."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"There is no class {shortened(repr(name))}: {error}.\nA quantizer is named 'module:Class', and its module "
+            "must be importable here."
+        ) from error
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

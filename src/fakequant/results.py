@@ -15,6 +15,7 @@ from fakequant._backends.types import (
 )
 from fakequant._diagnosis.audit import Audit as Audit, LayerAudit as LayerAudit
 from fakequant._diagnosis.bit_allocation import Pareto as Pareto, ParetoPoint as ParetoPoint
+from fakequant._diagnosis.card import Card as Card, CardRow as CardRow
 from fakequant._diagnosis.check import Check as Check
 from fakequant._diagnosis.compare import Comparison as Comparison, LayerComparison as LayerComparison
 from fakequant._diagnosis.health import Health as Health, QuantizerHealth as QuantizerHealth

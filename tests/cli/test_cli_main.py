@@ -20,7 +20,7 @@ import fakequant
 from fakequant._cli import main, output
 from fakequant._cli.parser import Answer
 
-COMMANDS = ["info", "demo", "check", "summary", "ptq", "export", "verify", "audit", "report"]
+COMMANDS = ["info", "demo", "check", "summary", "ptq", "export", "verify", "card", "audit", "report"]
 commands = importlib.import_module("fakequant._cli.commands")
 
 

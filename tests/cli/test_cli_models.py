@@ -38,6 +38,8 @@ def divides():
 def leaves():
     raise SystemExit(4)
 tensor = data[0]
+def score(model):
+    return 0.5
 """
 
 
@@ -426,3 +428,20 @@ def test_report_checks_its_folder_before_it_loads_anything(tmp_path, monkeypatch
         "permission denied; use",
     )
     assert not (tmp_path / "new").exists()
+
+
+# --- card -------------------------------------------------------------------------------------------------
+
+
+def test_card_prints_float_beside_the_file_in_every_format(here, capsys):
+    call = ["card", "good.py:model", "good.py:batches", "model.onnx", "--no-time", "--float", "good.py:float_model"]
+    assert main(call) == 0
+    assert capsys.readouterr().out.splitlines()[4].startswith("model.onnx | onnxruntime |")
+    assert main([*call, "--format", "markdown", "--evaluate", "good.py:score"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:5:2] == [
+        "| model | runtime | score | bytes | in integers | verify |",
+        "| float | torch | 0.5 | 332 | - | - |",
+    ]
+    assert main([*call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    fails([*call, "--evaluate", "good.py:empty"], capsys, "good.py:empty is of type list; name a function")

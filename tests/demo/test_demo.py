@@ -66,14 +66,14 @@ def test_demo_table_lists_bits_bytes_times_and_codes(first):
 def test_demo_writes_the_result_report_and_onnx_files(first):
     folder, found = first
     assert {path.name for path in folder.iterdir()} == {
-        "report.html", "figures", "qat-int4.onnx", "result.json", "times.json",
+        "report.html", "figures", "qat-int4.onnx", "result.json", "times.json", "card.md",
     }  # fmt: skip
     written = json.loads((folder / "result.json").read_text())
     rows = [dataclasses.asdict(row) for row in found.rows]
     times = {row["model"]: row.pop("step_time") for row in rows}
     assert written == {"test_images": 80, "rows": rows}
     assert json.loads((folder / "times.json").read_text())["step_time_over_float"] == times
-    assert set(found.seconds) == {"float", "QAT int4", "step times", "report"}
+    assert set(found.seconds) == {"float", "QAT int4", "step times", "report", "card"}
     assert found.rows[1].onnx_bytes == (folder / "qat-int4.onnx").stat().st_size
     assert found.rows[1].why == ""
     assert set(found.rows[1].kernels.values()) == {"QLinearConv", "QGemm"}
@@ -122,7 +122,7 @@ def _one_line_for_each_stage(printed):
     assert "\r" not in printed.err
     assert lines[0].startswith("fakequant ")
     assert [line.split("  ")[1] for line in lines if line.startswith("  ")] == [
-        "float", "QAT int4", "step times",
+        "float", "QAT int4", "step times", "card",
     ]  # fmt: skip
     assert all(re.search(r" \d+\.\d s$", line) for line in lines if line.startswith("  "))
     assert max(map(len, lines)) <= 100

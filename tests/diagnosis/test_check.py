@@ -118,3 +118,17 @@ def test_a_model_without_layers_fails_in_prepare():
 def test_check_refuses_what_is_not_a_module():
     with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module"):
         fq.check("model", torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("config", [None, fq.recipes.lsq(3, target="generic").skip("2")])
+def test_a_check_ends_with_lines_that_run(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(8, 4)
+    found = fq.check(model, x, config)
+    assert str(found).endswith(found.next)
+    names = {"model": model, "example": x, "data": [x]}
+    exec(found.next, names)
+    assert names["config"] == (config or fq.recipes.int8(target="onnxruntime-x86"))
+    assert ('int8(target="' in found.next.replace("'", '"')) == (config is None)
+    assert fq.verify(names["model"], "model.onnx", [x]).ok
+    assert fq.check(model, x.double(), config).next == ""

@@ -126,3 +126,40 @@ def test_history_that_refuses_a_step_forgets_nothing():
     with pytest.raises(ValueError, match="larger than the last one"):
         history.measure(5, model)
     assert history.measure(6, model).quantizers[0].scale_drift == pytest.approx(0.5)
+
+
+def test_health_has_the_ends_of_each_grid_and_writes_them_to_any_writer():
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), fq.recipes.int8(), example=torch.ones(1, 4))
+    fq.calibrate(model, [torch.tensor([[-1.0, 0.0, 0.5, 4.1]])], progress=False)
+    found = fq.health(model)
+    one = next(q for q in found.quantizers if q.path == "0.input_quantizer")
+    quantizer = model[0].input_quantizer
+    ends = quantizer.eval()(torch.tensor([-1e9, 1e9])).tolist()
+    assert (one.scale, [one.min, one.max]) == (float(quantizer.scale), pytest.approx(ends))
+
+    class Board:
+        def __init__(self):
+            self.seen = {}
+
+        def add_scalar(self, name, value, step):
+            self.seen[name] = value, step
+
+    class Run:
+        def log(self, data, step=None):
+            self.seen = {name: (value, step) for name, value in data.items()}
+
+    class Logger(Run):
+        def log_metrics(self, metrics, step=None):
+            self.log(metrics, step)
+
+    class Trainer:
+        def log(self, logs, start_time=None):
+            self.seen = {name: (value, 7) for name, value in logs.items()}
+
+    boards = [Board(), Run(), Logger(), Trainer()]
+    for board in boards:
+        found.log(board, 7)
+        assert board.seen == boards[0].seen
+    assert boards[0].seen["0.input_quantizer/scale"] == (float(quantizer.scale), 7)
+    with pytest.raises(TypeError, match="add_scalar"):
+        found.log(object(), 7)

@@ -222,12 +222,24 @@ def add_ptq(commands: Commands) -> None:
         choices=_METHODS,
         help=f"a method to apply, may be repeated: {', '.join(_METHODS)} (default: adaround)",
     )
-    parser.add_argument(
-        "--evaluate", metavar="FUNCTION", help="FILE.py:NAME of a function that takes a model and returns a score"
-    )
+    add_evaluate(parser)
     add_state(parser)
     parser.add_argument("--out", metavar="FILE", help="where to save the state of the quantized model")
     add_steps(parser)
+
+
+def add_evaluate(parser: Parser) -> None:
+    parser.add_argument(
+        "--evaluate", metavar="FUNCTION", help="FILE.py:NAME of a function that takes a model and returns a score"
+    )
+
+
+def find_evaluate(where: str | None) -> Any:
+    """Returns the function that `--evaluate` names, or None."""
+    found = find(where) if where else None
+    if found is not None and not callable(found):
+        raise UsageError(f"{where} is of type {type(found).__name__}; name a function that takes a model")
+    return found
 
 
 def run_ptq(options: argparse.Namespace) -> Answer:
@@ -236,9 +248,7 @@ def run_ptq(options: argparse.Namespace) -> Answer:
         folder_to_write(str(Path(options.out).absolute().parent))
     model = load_model(options.model, options.state, prepared=False)
     data = load_data(options.data)
-    evaluate = find(options.evaluate) if options.evaluate else None
-    if evaluate is not None and not callable(evaluate):
-        raise UsageError(f"{options.evaluate} is of type {type(evaluate).__name__}; name a function that takes a model")
+    evaluate = find_evaluate(options.evaluate)
     config = find_recipe(options.recipe)
     if options.target:
         config = dataclasses.replace(config, target=options.target)
@@ -397,6 +407,61 @@ def _first(name: str, data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     return first, chain([first], batches) if batches is data else data
 
 
+def add_card(commands: Commands) -> None:
+    parser = commands.add(
+        "card",
+        run_card,
+        "show float beside exported files: accuracy, bytes, time, what runs in integers, and the verdict of verify",
+        about="Without --evaluate, results are compared with those of the float model.",
+        examples=[
+            "train.py:make_model train.py:test_data model.onnx --state model.pt --evaluate train.py:accuracy",
+            "train.py:make_float train.py:batches model.onnx model.pte --recipe int8 --state quantized.pt "
+            "--threads 1 --threads 4 --format markdown",
+        ],
+        yes="every file computes what was trained",
+        no="a file does not; the card says which and why",
+        extra="onnx",
+    )
+    add_model(parser)
+    add_data(parser, words=", of which the first is timed")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="a file or folder that an exporter wrote")
+    add_prepared(parser)
+    add_evaluate(parser)
+    add_float(parser, "the float model (default: the model without quantizers)")
+    parser.add_argument(
+        "--threads", metavar="N", type=whole_number(1), action="append", help="may be repeated (default: 1)"
+    )
+    parser.add_argument(
+        "--no-time", action="store_true", help="measure no times, which takes an export of the float model per file"
+    )
+    parser.add_argument(
+        "--format", choices=("text", "markdown", "html"), default="text", help="how to print (default: %(default)s)"
+    )
+    add_steps(parser)
+
+
+def run_card(options: argparse.Namespace) -> Answer:
+    """Answers with the table of `fakequant.card`."""
+    evaluate = find_evaluate(options.evaluate)
+    first, data = _first(options.data, load_data(options.data))
+    model = prepared_model(options, first)
+    float_model = find_float(options)
+    from fakequant._diagnosis.card import card
+
+    found = card(
+        model,
+        options.files,
+        data,
+        evaluate,
+        float_model=float_model,
+        threads=options.threads or [1],
+        seconds=0.0 if options.no_time else 1.0,
+        steps=options.steps,
+    )
+    shown = {"text": str, "markdown": type(found).to_markdown, "html": type(found).to_html}
+    return Answer(shown[options.format](found), found.to_dict(), 0 if found.ok else 1)
+
+
 def add_audit(commands: Commands) -> None:
     parser = commands.add(
         "audit",
@@ -432,23 +497,32 @@ def add_report(commands: Commands) -> None:
     )
     add_model(parser)
     add_data(parser, "--data", required=True)
-    parser.add_argument("--float", metavar="MODEL", help="the float model to compare layers with")
+    add_float(parser, "the float model to compare layers with")
     add_state(parser)
-    parser.add_argument("--float-state", metavar="FILE", help="a file as for --state, loaded into the float model")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="the folder for report.html and its figures")
     parser.add_argument("--title", help="the title of the page")
     add_steps(parser)
 
 
+def add_float(parser: Parser, words: str) -> None:
+    parser.add_argument("--float", metavar="MODEL", help=words)
+    parser.add_argument("--float-state", metavar="FILE", help="a file as for --state, loaded into the float model")
+
+
+def find_float(options: argparse.Namespace) -> "nn.Module | None":
+    """Returns the float model that the options of `add_float` describe, or None."""
+    if options.float_state and not options.float:
+        raise UsageError("--float-state needs a float model; use --float MODEL too")
+    if not options.float:
+        return None
+    return load_model(options.float, options.float_state, prepared=False, option="--float-state")
+
+
 def run_report(options: argparse.Namespace) -> Answer:
     """Writes the report and answers with the path of the page."""
     folder = folder_to_write(options.out)
-    if options.float_state and not options.float:
-        raise UsageError("--float-state needs a float model; use --float MODEL too")
     model = load_model(options.model, options.state)
-    float_model = None
-    if options.float:
-        float_model = load_model(options.float, options.float_state, prepared=False, option="--float-state")
+    float_model = find_float(options)
     data = load_data(options.data)
     import fakequant
 
@@ -466,4 +540,6 @@ def run_report(options: argparse.Namespace) -> Answer:
 
 
 # In the order of the help.
-COMMANDS = (add_info, add_demo, add_check, add_summary, add_ptq, add_export, add_verify, add_audit, add_report)
+COMMANDS = (
+    add_info, add_demo, add_check, add_summary, add_ptq, add_export, add_verify, add_card, add_audit, add_report
+)  # fmt: skip

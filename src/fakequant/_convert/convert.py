@@ -5,9 +5,11 @@ import dataclasses
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fakequant import _runtimes
+from fakequant._backends.torch import tensor_functions
 from fakequant._convert.convert_layer import make_integer
 from fakequant._convert.fold_batch_norm import BatchNorm, find_norm, remove_norm
 from fakequant._convert.golden.integer_layer import (
@@ -256,6 +258,8 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
         if quantizer in weights:
             continue
         arithmetic = target.arithmetic
+        if quantizer.is_own_class:
+            _require_grid(path, quantizer)
         if isinstance(quantizer, TensorScaleFakeQuantize):
             raise ValueError(  # noqa: TRY004
                 f"{path} has a calibrated scale for its tensor, under which block scales follow the data. Only folders "
@@ -268,6 +272,32 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
             grid = GoldenQuantizer(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
         made[quantizer] = grid
     return made
+
+
+def _require_grid(path: str, quantizer: Quantizer) -> None:
+    """Raises ValueError if an activation's quantizer of the user's class computes something else than runtimes do."""
+    spec, name = quantizer.spec, type(quantizer).__name__
+    reason = None
+    if not quantizer.has_equal_steps:
+        reason = "has steps that are not equal"
+    elif spec.granularity != "tensor" or quantizer.is_dynamic:
+        reason = f"is {spec}, and only fixed scales per tensor can be compared with what runtimes compute"
+    else:
+        scale, zero_point = quantizer.qparams()
+        # Ends, codes, ties and values beside them, and beyond the ends.
+        places = torch.arange(-8, 2 ** min(spec.bits, 10) + 8, dtype=torch.float32)[:, None]
+        x = ((places + spec.qmin - zero_point + torch.tensor([-0.25, 0.0, 0.25, 0.5])) * scale).flatten()
+        expected = tensor_functions.fake_quantize(x, scale, zero_point, spec)
+        found = quantizer.eval()(x)
+        far = (found - expected).abs() > 0.25 * scale
+        if bool(far.any()):
+            worst = int(far.nonzero()[0])
+            reason = f"returns {float(found[worst]):g} for {float(x[worst]):g}, and runtimes {float(expected[worst]):g}"
+    if reason is not None:
+        raise ValueError(
+            f"{path} has a quantizer of the class {name}, which {reason}.\nRuntimes compute fake_quantize(x, scale, "
+            "zero_point, spec) for activations. Return that in evaluation mode, or use the class for weights."
+        )
 
 
 def _refuse_ggml_types(model: nn.Module, target: Target) -> None:

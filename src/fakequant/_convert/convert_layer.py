@@ -31,6 +31,7 @@ from fakequant.nn._folding import bias_codes, widened_scale
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._owners import release_from_owner
 from fakequant.nn._quantized_layer import Quantization, input_grids_of
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import TOKENS, has_tokens
 from fakequant.spec import QuantSpec
 
@@ -67,6 +68,13 @@ def make_integer(
     layer.register_buffer("bias_codes", None)
     if quantizer is None:
         return None
+    if not quantizer.has_equal_steps:
+        quantized = nn.Parameter(quantizer.eval()(weight), requires_grad=False)
+        release_from_owner(layer, kind.weight_name)
+        layer._parameters[kind.weight_name] = quantized
+        return "its weight is stored as floats"
+    if quantizer.is_own_class:
+        weight = _values_on_grid(quantizer.eval(), weight, path)
     spec, scale, zero_point = _scales_of(quantizer.eval(), weight)
     layer._parameters.pop(kind.weight_name, None)
     release_from_owner(layer, kind.weight_name)
@@ -84,11 +92,24 @@ def make_integer(
     return reason
 
 
+def _values_on_grid(quantizer: Quantizer, weight: Tensor, path: str) -> Tensor:
+    """Returns what a quantizer of the user makes of a weight. Raises ValueError if its spec cannot express it."""
+    values = quantizer.without_rounding_errors(quantizer(weight))
+    if values is None:
+        raise ValueError(
+            f"{path} has a quantizer of the class {type(quantizer).__name__}, which returns weights that are no "
+            f"codes of its spec ({quantizer.spec}) times its scale.\n"
+            "Set its scale so that they are, or has_equal_steps = False in the class, to store them as floats."
+        )
+    return values
+
+
 def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
     """Returns the spec, the scale and the zero point of a weight."""
     spec, shape = quantizer.spec, tuple(weight.shape)
     if spec.granularity != "token":
-        quantizer(weight)  # a dynamic quantizer computes its scale now
+        if not quantizer.is_own_class:  # whose scale is of the weight before it was quantized
+            quantizer(weight)  # a dynamic quantizer computes its scale now
         found = quantizer.qparams()
         return (spec, *found) if spec.granularity != "block" else _in_groups(spec, *found, shape)
     # One scale per whole axis is the same as one per channel if there is only one other axis. Otherwise it is the

@@ -13,9 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fakequant._diagnosis.card import Card
 from fakequant._model.running import Bar
 from fakequant._util.files import writing
 from fakequant._util.text import table
+
+# The file with the card, in the folder of the demo.
+CARD = "card.md"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,21 +57,30 @@ class Result:
     test_images: int
     # The measured duration of every stage.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    # One of the models beside the float model.
+    card: Card | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as dicts, lists, numbers and strings."""
-        return dataclasses.asdict(self)
+        card = None if self.card is None else self.card.to_dict()
+        return {**dataclasses.asdict(dataclasses.replace(self, card=None)), "card": card}
 
     def write(self) -> None:
-        """Writes `result.json`, which is the same in every run, and `times.json` with the measured times."""
+        """Writes `result.json`, which is the same in every run, and `times.json` and `card.md` with measured times."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         times = {row["model"]: row.pop("step_time") for row in rows}
         self._write("result.json", {"test_images": self.test_images, "rows": rows})
         self._write("times.json", {"step_time_over_float": times, "seconds": self.seconds})
 
+        if self.card is not None:
+            self._write_text(CARD, self.card.to_markdown())
+
     def _write(self, name: str, value: dict[str, Any]) -> None:
+        self._write_text(name, json.dumps(value, indent=2))
+
+    def _write_text(self, name: str, text: str) -> None:
         with writing(Path(self.folder) / name) as unfinished:
-            unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            unfinished.write_text(f"{text}\n", encoding="utf-8")
 
     def __str__(self) -> str:
         header = ["model", "bits", "accuracy", "in the runtime", "bytes", "step time", "differing codes"]
@@ -77,7 +90,8 @@ class Result:
         lines = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in (header, *cells)]
         for line in lines:
             line[0] = line[0].strip()
-        return "\n\n".join([table(lines[0], lines[1:]), self._meaning(), self._next()])
+        card = [] if self.card is None else [str(self.card)]
+        return "\n\n".join([table(lines[0], lines[1:]), self._meaning(), self._next(), *card])
 
     def _meaning(self) -> str:
         lines = [

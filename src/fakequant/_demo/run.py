@@ -31,7 +31,8 @@ from fakequant._demo.digits import (
     training_step,
     variants,
 )
-from fakequant._demo.result import Progress, Result, Row
+from fakequant._demo.result import CARD, Progress, Result, Row
+from fakequant._diagnosis.card import Card, card
 from fakequant._diagnosis.health import History
 from fakequant._diagnosis.report.writing import report
 from fakequant._diagnosis.sensitivity import sensitivity
@@ -66,9 +67,9 @@ def run(
 ) -> Result:
     """Trains a residual CNN on digits, quantizes it in four ways, exports and verifies each, and writes a report.
 
-    The folder gets `report.html`, its figures, an ONNX file of each model, `result.json` and `times.json`. Two runs
-    with the same seed write the same bits, except for measured times. The demo runs in one thread and restores torch's
-    settings and random state.
+    The folder gets `report.html`, its figures, an ONNX file of each model, `result.json`, `times.json` and `card.md`.
+    Two runs with the same seed write the same bits, except for measured times. The demo runs in one thread and restores
+    torch's settings and random state.
 
     Args:
         folder: The folder to write. It is created if necessary.
@@ -121,6 +122,7 @@ class _Run:
         made = {variant.name: self._quantize(model, variant) for variant in variants()}
         times = self._time_steps(model)
         self._report(model, made[_REPORTED])
+        card = self._card(model, made[_REPORTED].model)
         rows = [first, *(one.row for one in made.values())]
         rows = [dataclasses.replace(row, step_time=times.get(row.model)) for row in rows]
         result = Result(
@@ -128,6 +130,7 @@ class _Run:
             rows=rows,
             test_images=len(self.digits.test_images),
             seconds=self.progress.seconds,
+            card=card,
         )
         result.write()
         self.progress.print()
@@ -190,6 +193,19 @@ class _Run:
             best = best_times(steps, seconds=self.timing, clock=time.process_time, after_round=stage.step)
             stage.result = f"of training: {best['float'] * 1e3:.2f} ms in float, one thread, 64 images"
         return {name: seconds / best["float"] for name, seconds in best.items()}
+
+    def _card(self, model: nn.Module, made: nn.Module) -> Card:
+        """Measures the model of the report, with its file, beside the float model."""
+        images, labels = self.digits.test_images, self.digits.test_labels
+        file = next(variant.file for variant in variants() if variant.name == _REPORTED)
+        with self.progress.stage("card", 1) as stage:
+            stage.doing("measure")
+            found = card(
+                made, self.folder / file, list(images.split(_COMPARED)),
+                lambda measured: accuracy(measured, images, labels), float_model=model, seconds=self.timing / 5,
+            )  # fmt: skip
+            stage.result = f"{self.folder / CARD}: {_REPORTED} beside float"
+        return found
 
     def _report(self, model: nn.Module, made: _Made) -> None:
         """Writes the report about one of the models.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import fakequant
 from fakequant import recipes
 from fakequant._convert.convert import convert
-from fakequant._model.leaves import tensors
-from fakequant._model.running import call_arguments, check_module, copied
+from fakequant._diagnosis.training_step import training_step
+from fakequant._model.running import check_module
 from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._prepare.summary import Amount, Summary, shares_in_words, summary
 from fakequant._runtimes import RUNTIMES, find
@@ -55,6 +55,8 @@ class Check(Shown):
     floats: dict[str, str] = dataclasses.field(default_factory=dict)
     # Layers that are quantized but run in float in the runtime, with their kernel and the reason.
     float_kernels: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    # The lines of Python to write next, for this config and target. Empty if a stage failed.
+    next: str = ""
 
     @property
     def ok(self) -> bool:
@@ -82,6 +84,8 @@ class Check(Shown):
             parts.append(table(["quantized, but runs in float", "kernel", "why"], rows))
         if self.floats:
             parts.append(table(["in float", "why"], list(self.floats.items())))
+        if self.next:
+            parts.append(f"next:\n\n{self.next}")
         return "\n\n".join(parts)
 
 
@@ -110,7 +114,40 @@ def check(model: nn.Module, example: Any, config: QuantConfig | None = None) -> 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run.all_stages()
+    if found.ok:
+        found.next = _next_lines(config)
     return found
+
+
+def _next_lines(config: QuantConfig) -> str:
+    """Returns the lines that quantize, train, write and verify a model with a config."""
+    runtime = find(config.target).runtime
+    target = f"target={config.target!r}"
+    calls = [f"{name}({target})" for name in recipes.__all__] + [f"lsq({bits}, {target})" for bits in range(2, 9)]
+    recipe = next((call for call in calls if _makes(call, config)), None)
+    made = f"fq.recipes.{recipe}" if recipe else f"fq.QuantConfig.from_json({config.to_json()!r})"
+    example = ", example" * runtime.takes_example
+    path = f"model{runtime.suffix}"
+    return "\n".join(
+        [
+            "import fakequant as fq",
+            "",
+            f"config = {made}",
+            "model = fq.prepare(model, config, example)      # example: one batch",
+            "model = fq.calibrate(model, data)               # data: some batches",
+            "...                                             # train as before, or leave this out",
+            f"fq.{runtime.exporter}(model, {path!r}{example})",
+            f"print(fq.verify(model, {path!r}, data))",
+        ]
+    )
+
+
+def _makes(call: str, config: QuantConfig) -> bool:
+    """Returns True if a call of a recipe, as source code, makes this config."""
+    try:
+        return bool(eval(call, vars(recipes)) == config)
+    except (TypeError, ValueError):  # it needs more arguments, or is for other targets
+        return False
 
 
 class _Run:
@@ -163,15 +200,11 @@ class _Run:
 
     def _train(self) -> str:
         trained = copy.deepcopy(self.model).train()
-        args, kwargs = copied(*call_arguments(trained, self.example))
-        results = [y for y in tensors(trained(*args, **kwargs)) if y.requires_grad]
-        loss = sum(y.float().square().mean() for y in results)
-        if not isinstance(loss, Tensor):
+        learned = [p for p in trained.parameters() if p.requires_grad]
+        if not learned or not training_step(trained, self.example, torch.optim.SGD(learned, lr=1e-3)):
             return "no result has a gradient"
-        loss.backward()
-        learned = [p for p in trained.parameters() if p.grad is not None]
-        torch.optim.SGD(learned, lr=1e-3).step()
-        return f"{len(learned)} of {sum(1 for _ in trained.parameters())} parameters have a gradient"
+        count = sum(p.grad is not None for p in learned)
+        return f"{count} of {sum(1 for _ in trained.parameters())} parameters have a gradient"
 
     def _save_and_load(self) -> str:
         self.other.load_state_dict(self.model.state_dict())

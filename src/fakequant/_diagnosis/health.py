@@ -1,6 +1,7 @@
 """`health`: how well the grids of a model fit the tensors they quantize; `History`: how that changes over training."""
 
 import dataclasses
+from inspect import signature
 from numbers import Integral
 from typing import Any
 
@@ -23,9 +24,15 @@ from fakequant.nn._function_calls import unseen_calls
 from fakequant.nn._model_quantizers import named_quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
+from fakequant.spec import QuantSpec
 
 # The recorded fields of `QuantizerHealth`.
-_NAMES = ("clipped", "levels_used", "scale_drift", "oscillating", "nonfinite")
+_NAMES = ("clipped", "levels_used", "scale_drift", "oscillating", "nonfinite", "scale", "min", "max")
+# Those that `History` prints.
+_PRINTED = _NAMES[:5]
+# The methods by which writers take several values at once: of Lightning's loggers and MLflow, of Lightning's modules
+# and Fabric, of Weights & Biases and of the Trainer of transformers.
+_METHODS = ("log_metrics", "log_dict", "log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,11 @@ class QuantizerHealth:
     # For weights followed by a batch norm that will be folded: the error that rounding the bias causes in the batch
     # norm's output, in standard deviations of a channel, as root mean square over the channels.
     bias_error: float | None = None
+    # The largest scale, and the ends of the grid: the smallest and the largest value that the quantizer can return.
+    # None if scales follow each tensor.
+    scale: float | None = None
+    min: float | None = None
+    max: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -69,11 +81,39 @@ class Health(Shown):
         return {q.path: dataclasses.asdict(q) for q in self.quantizers}
 
     def log(self, writer: Any, step: int) -> None:
-        """Writes all values to `writer`, e.g. TensorBoard's SummaryWriter, by `add_scalar(name, value, step)`."""
-        for quantizer in self.quantizers:
-            for name, value in dataclasses.asdict(quantizer).items():
-                if name != "path" and value is not None:
-                    writer.add_scalar(f"{quantizer.path}/{name}", value, step)
+        """Writes all values, named `path/field`, to TensorBoard, Weights & Biases, MLflow or a trainer.
+
+        `writer` needs one of the methods `add_scalar(name, value, step)`, `log_metrics(values, step)`,
+        `log_dict(values)` and `log(values, step)`, where `values` is a dict. A trainer knows the step itself: where the
+        method takes none, it is not passed.
+
+        >>> import fakequant as fq
+        >>> class Run:
+        ...     def log(self, values, step=None):
+        ...         print(step, values["0.weight_quantizer/clipped"])
+        >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(), example=torch.ones(1, 4))
+        >>> fq.health(model).log(Run(), step=100)
+        100 0.0
+        """
+        values = {
+            f"{quantizer.path}/{name}": value
+            for quantizer in self.quantizers
+            for name, value in dataclasses.asdict(quantizer).items()
+            if name != "path" and value is not None
+        }
+        if hasattr(writer, "add_scalar"):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            return
+        write = next((getattr(writer, name) for name in _METHODS if hasattr(writer, name)), None)
+        if write is None:
+            raise TypeError(
+                f"`writer` must have a method `add_scalar`, {', '.join(_METHODS)}, got {type(writer).__name__}.\n"
+                "Use a SummaryWriter, wandb.run, a logger of Lightning, or a trainer."
+            )
+        parameters = signature(write).parameters
+        takes_step = "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        write(values, **({"step": step} if takes_step else {}))
 
     def __str__(self) -> str:
         shown = ["clipped", "levels_used", "scale_drift", "oscillating", "bias_error"]
@@ -231,6 +271,7 @@ def _health_of(
     elif not quantizer.is_dynamic:
         found = known_qparams(quantizer, torch.zeros(0))
     codes = None if weight is None else counts.codes
+    scale, low, high = (None, None, None) if found is None else _ends(quantizer.spec, *found)
     return QuantizerHealth(
         path=path,
         clipped=counts.clipped / counts.total if counts.total else None,
@@ -239,7 +280,19 @@ def _health_of(
         oscillating=None if codes is None else memory.oscillating(path, codes),
         nonfinite=quantizer.nonfinite,
         bias_error=bias_error,
+        scale=scale,
+        min=low,
+        max=high,
     )
+
+
+def _ends(spec: QuantSpec, scale: Tensor, zero_point: Tensor) -> tuple[float | None, float | None, float | None]:
+    """Returns the largest scale of a grid, and its smallest and largest value. None if there is no scale yet."""
+    if spec.ggml_type is not None or not scale.numel() or not bool(scale.isfinite().all()):
+        return None, None, None
+    first, last = (spec.qmin, spec.qmax) if spec.format == "int" else (-spec.largest, spec.largest)
+    low, high = ((end - zero_point.double()) * scale.double() for end in (first, last))
+    return float(scale.max()), float(low.min()), float(high.max())
 
 
 def _percent(value: float | None) -> str:
@@ -335,7 +388,7 @@ class History(Shown):
     def __str__(self) -> str:
         header = ["quantizer", "steps", "clipped", "levels used", "scale drift", "oscillating", "not finite"]
         rows = [
-            [path, len(self.quantizers[path]), *(self._change(path, name) for name in _NAMES)] for path in self.paths
+            [path, len(self.quantizers[path]), *(self._change(path, name) for name in _PRINTED)] for path in self.paths
         ]
         return table(header, rows)
 

@@ -193,6 +193,8 @@ def _reason_against(layer: QuantizedLayer, target: Target) -> str | None:
     assert layer.weight_quantizer is not None
     if not _is_any(cls, engine.layers):
         return f"it is a {cls.__name__}, and only layers of the kinds {listed(engine.layers)} have a place there"
+    if layer.weight_quantizer.is_own_class:
+        return f"its weight has a quantizer of the class {type(layer.weight_quantizer).__name__}"
     reason = engine.reason_against_weight(layer.weight_quantizer.spec)
     if reason is not None:
         return f"its weight is {reason}"

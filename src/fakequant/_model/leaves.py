@@ -1,5 +1,6 @@
 """Finds the tensors in a model's result: any nesting of tuples, lists, dicts, named tuples and dataclasses."""
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,6 +39,32 @@ def names(result: Any) -> list[str]:
 def constants(result: Any) -> list[Any]:
     """Returns all leaves of a result that are not tensors: numbers, strings and None."""
     return [leaf for _, leaf in _leaves(result, "") if not isinstance(leaf, Tensor)]
+
+
+def with_tensors(result: Any, values: Iterator[Tensor]) -> Any:
+    """Returns a result with the same structure and constants, and other tensors. It has no caches.
+
+    >>> with_tensors({"logits": torch.ones(1), "states": (torch.zeros(1), None)}, iter([torch.ones(2), torch.ones(3)]))
+    {'logits': tensor([1., 1.]), 'states': (tensor([1., 1., 1.]), None)}
+    """
+    if isinstance(result, Tensor):
+        return next(values)
+    if is_cache(result):
+        return None
+    if isinstance(result, _CONSTANTS):
+        return result
+    if isinstance(result, Mapping):
+        changed: Any = copy.copy(result)
+        for key, value in result.items():
+            changed[key] = with_tensors(value, values)
+        return changed
+    if isinstance(result, (tuple, list)):
+        parts = [with_tensors(value, values) for value in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        fields = [field.name for field in dataclasses.fields(result)]
+        return dataclasses.replace(result, **{name: with_tensors(getattr(result, name), values) for name in fields})
+    return pytree.tree_map(lambda leaf: with_tensors(leaf, values), result)
 
 
 def return_tensors(model: nn.Module) -> None:

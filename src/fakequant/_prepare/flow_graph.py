@@ -271,6 +271,8 @@ def can_fold(model: nn.Module, path: str, norm_path: str) -> bool:
         return False
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
+    if not layer.weight_quantizer.has_equal_steps:
+        return False
     kind: type[LayerKind] = layer._fakequant.kind
     weight: Tensor = getattr(layer, kind.weight_name)
     spec, axis = layer.weight_quantizer.spec, kind.channel_axis

@@ -283,9 +283,11 @@ class _Maker:
             raise ValueError(f"its rows of {weight.shape[1]} weights are not divisible by blocks of {spec.group_size}")
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
-        if self.config.learned and (spec.has_learnable_scales or not spec.has_block_scales):
-            return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
-        return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
+        observer, own = self.config.weight_observer, self.config.weight_quantizer
+        can_learn = spec.has_learnable_scales or not spec.has_block_scales
+        if issubclass(own, LearnedFakeQuantize) if own else self.config.learned and can_learn:
+            return (_checked(own) or LearnedFakeQuantize)(spec, init=observer, **options).initialize(weight)
+        return (_checked(own) or FakeQuantize)(spec, observer or Dynamic(), gradient="auto", **options)
 
     def _require_whole_groups(self, spec: QuantSpec, length: int) -> None:
         """Raises ValueError if groups along an axis of `length` do not divide it, which engines need for MX too."""
@@ -323,6 +325,8 @@ class _Maker:
         device = next((p.device for p in owner.parameters()), None)
         dtype = next((dtype_name(p.dtype) for p in owner.parameters() if p.is_floating_point()), "float32")
         fitted, where = self._fitted(spec, "input", dtype), self._where(name)
+        if self.config.activation_quantizer is not None:
+            return make_activation_quantizer(self.config, fitted, where, device)
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
         if (follows_data(spec) or is_dynamic) and not self.target.activations.has_dynamic_scales:
             raise ValueError(
@@ -368,10 +372,21 @@ def make_activation_quantizer(
 
     The spec is adapted to the target already. Messages call the activation `path`.
     """
-    if config.learned and not follows_data(spec):
-        return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
+    own = config.activation_quantizer
+    if issubclass(own, LearnedFakeQuantize) if own else config.learned and not follows_data(spec):
+        return (_checked(own) or LearnedFakeQuantize)(spec, init=config.activation_observer, path=path, device=device)
     observer = Dynamic() if follows_data(spec) else config.activation_observer or MovingAverage()
-    return FakeQuantize(spec, observer, path=path, device=device)
+    return (_checked(own) or FakeQuantize)(spec, observer, path=path, device=device)
+
+
+def _checked(own: Any) -> Any:
+    """Returns the class of a quantizer. Raises TypeError if it is none that layers can be given."""
+    if own is not None and not issubclass(own, (FakeQuantize, LearnedFakeQuantize)):
+        raise TypeError(
+            f"A quantizer in a config must be a class derived from nn.FakeQuantize or nn.LearnedFakeQuantize, got "
+            f"{own.__name__}.\nSee docs/guides/custom-layers-and-observers.md."
+        )
+    return own
 
 
 def read_weight(module: nn.Module, kind: type[LayerKind]) -> Tensor:

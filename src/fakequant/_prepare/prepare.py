@@ -197,6 +197,12 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
     for path, module in model.named_modules():
         if module is model or isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             check_name(module)
+        if hasattr(module, "fake_quant_enabled") and hasattr(module, "activation_post_process"):
+            raise ValueError(
+                f"The model is prepared by torch.ao already: {path or 'it'} is its {type(module).__name__}.\n"
+                "Prepare the float model, and use fakequant.load_torch_ao_state(model, state, example) to keep weights "
+                "and ranges; docs/guides/migrate-from-torch-ao.md has all ways."
+            )
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_sharded(module):
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"

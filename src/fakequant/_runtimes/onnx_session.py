@@ -34,7 +34,7 @@ from fakequant._export.onnx.graph_forms import IN_BYTES, PACKED, PAIRS
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes import TARGETS
 from fakequant._runtimes.session import Array, Run, Session, starts_with
-from fakequant._util.files import begun
+from fakequant._util.files import begun, size_of
 from fakequant._util.packages import require
 
 if TYPE_CHECKING:
@@ -103,6 +103,13 @@ class OnnxSession(Session):
             return False
         target = TARGETS.get(_noted(load(path), TARGET) or "", TARGETS["generic"])
         return target.runtime.key == cls.key
+
+    def size(self) -> int:
+        """Returns the size of the file and of the files with its large tensors, in bytes."""
+        entries = [entry for tensor in self.model.graph.initializer for entry in tensor.external_data]
+        return super().size() + sum(
+            size_of(self.folder / name) for name in {e.value for e in entries if e.key == "location"}
+        )
 
     def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
         """Yields the tensors that the golden model and the file both have."""

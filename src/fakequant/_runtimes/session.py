@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes import RUNTIMES, TARGETS, part
+from fakequant._util.files import size_of
 from fakequant.testing.timing import Contender, all_times
 
 Array = npt.NDArray[Any]  # of any dtype that a file has
@@ -98,6 +99,10 @@ class Session:
     def own_functions(model: nn.Module) -> Iterator[dict[str, str]]:
         """Context in which a model computes functions as the runtime does. Yields what these are, by path."""
         yield {}
+
+    def size(self) -> int:
+        """Returns the size of the file in bytes, with all files that belong to it."""
+        return size_of(self.path)
 
     def watch(self, golden: nn.Module) -> None:
         """Takes the golden model of the file, before the first run."""

@@ -84,3 +84,10 @@ def writing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         unfinished.replace(goal)  # also over an empty folder
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Returns the size of a file, or of all files in a folder, in bytes."""
+    place = Path(path)
+    files = place.rglob("*") if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file.is_file())

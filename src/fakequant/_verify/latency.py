@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fakequant._prepare.attach import preparation
 from fakequant._prepare.prepare import unprepare
 from fakequant._prepare.summary import summary
 from fakequant._runtimes.session import Session
+from fakequant._util.files import size_of
 from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant._verify.file_of_model import check_accuracy_level, open_file_of
@@ -142,24 +143,58 @@ def latency(
     >>> found.runtime, found.kernels, found.median_ms > 0
     ('onnxruntime', {'0': 'QGemm'}, True)
     """
+    settings = {"runtime": runtime, "seconds": seconds, "accuracy_level": accuracy_level}
+    return latencies(model, path, example, [threads], **settings)[0][0]
+
+
+def latencies(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example: Batch,
+    threads: Sequence[int],
+    *,
+    runtime: str | None = None,
+    seconds: float = 1.0,
+    accuracy_level: int | None = None,
+) -> tuple[list[Latency], int]:
+    """Measures a file with several numbers of threads, as `latency` does, but exports the float model only once.
+
+    Returns the results, and the size of the float model's file in bytes.
+    """
     check_module(model)
-    _check(threads, seconds, accuracy_level)
+    for number in threads:
+        _check(number, seconds, accuracy_level)
     args, kwargs = example_arguments(model, example)
-    file, golden = open_file_of(model, path, runtime, threads)
-    file.run_unwatched(args, kwargs)  # raises an error if the batch does not fit
-    file.find_kernels(args, kwargs)
+    float_file, size, found = None, 0, []
     with tempfile.TemporaryDirectory() as folder:
-        float_file = write_float(model, args, kwargs, file, Path(folder))
-        is_exact = accuracy_level is not None
-        times, float_times = file.times_with(
-            float_file, args, kwargs, threads=threads, seconds=seconds, is_exact_level=is_exact
-        )
+        for number in threads:
+            file, golden = open_file_of(model, path, runtime, number)
+            file.run_unwatched(args, kwargs)  # raises an error if the batch does not fit
+            file.find_kernels(args, kwargs)
+            if float_file is None:
+                float_file = write_float(model, args, kwargs, file, Path(folder))
+                size = size_of(Path(folder))
+            is_exact = accuracy_level is not None
+            times = file.times_with(float_file, args, kwargs, threads=number, seconds=seconds, is_exact_level=is_exact)
+            found.append(_latency(model, golden, file, number, (args, kwargs), *times))
+    return found, size
+
+
+def _latency(
+    model: nn.Module,
+    golden: nn.Module,
+    file: Session,
+    threads: int,
+    batch: Any,
+    times: list[float],
+    float_times: list[float],
+) -> Latency:
     counts = preparation(model).multiplications
     return Latency(
         runtime=file.key,
         target=file.target or "generic",
         threads=threads,
-        shapes=[list(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)],
+        shapes=[list(x.shape) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)],
         median_ms=statistics.median(times) * 1e3,
         best_ms=min(times) * 1e3,
         float_median_ms=statistics.median(float_times) * 1e3,

@@ -123,6 +123,10 @@ class Quantization(LayerRecord, Keeping):
         return weight if quantizer is None else self._on_grid(quantizer, weight)
 
     def _on_grid(self, quantizer: Quantizer, weight: Tensor) -> Tensor:
+        if quantizer.is_own_class and quantizer.has_equal_steps and quantizer.quantizing and not quantizer.training:
+            y = quantizer(weight)
+            on_grid = quantizer.without_rounding_errors(y)
+            return y if on_grid is None else on_grid
         keeper = self.keeper  # read once: another thread may end its context
         if keeper is None or quantizer.training or quantizer._forward_hooks or quantizer._forward_pre_hooks:
             return quantizer(weight)

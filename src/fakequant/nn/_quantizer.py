@@ -13,6 +13,7 @@ from torch.types import Device
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.plain_memory import is_memory, is_transformed
 from fakequant._backends.torch.tensor_checks import check_data
+from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant._backends.torch.torch_private import without_modes
 from fakequant._runtimes.rounding import Rounding
 from fakequant.nn._quantizer_state import SWITCHES, QuantizerState, is_readable
@@ -54,6 +55,9 @@ def scale_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tuple[
 # Values that decide how a quantizer behaves, for comparing two quantizers. Subclasses append theirs.
 Settings: TypeAlias = tuple[Any, ...]
 
+# The part of a step that rounding errors of floats do not reach.
+_SMALL_PART = 1e-3
+
 # Errors of these types get the module's path; other types may need more than a message to be built.
 _ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
 
@@ -88,6 +92,9 @@ class Quantizer(QuantizerState):
     The switches are Python bools: a compiled model is compiled once for each combination that occurs.
     """
 
+    # Whether results are (codes - zero point) * scale. A class of your own whose grid has other steps sets it to False:
+    # then nothing takes results for codes, `convert` stores weights as floats, and activations cannot be converted.
+    has_equal_steps = True
     # The path of the module in its model, for messages. `name_quantizers(model)` sets it.
     path: str | None
     # The shape of the scales, or None if it depends on each tensor.
@@ -218,6 +225,11 @@ class Quantizer(QuantizerState):
     # --- properties -------------------------------------------------------------------------------
 
     @property
+    def is_own_class(self) -> bool:
+        """Whether the class is not one of fakequant, so that what it returns must be checked where it is exported."""
+        return type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+    @property
     def is_initialized(self) -> bool:
         """Whether the scale is learned and initialized. Such a scale must not be observed again."""
         return False
@@ -255,6 +267,15 @@ class Quantizer(QuantizerState):
     def saw_only_finite(self) -> bool:
         """Whether the last tensor was checked and held neither NaN nor infinity."""
         return self._last is not None and self._last.only_finite
+
+    def without_rounding_errors(self, y: Tensor) -> Tensor | None:
+        """Returns a result of this quantizer exactly on the grid. None if it is further from it than rounding explains.
+
+        x + (y - x).detach(), by which classes of users choose their gradient, is y only up to rounding.
+        """
+        scale, zero_point = self.qparams()
+        on_grid = fake_quantize(y, scale, 0 if self.spec.symmetric else zero_point, self.spec)
+        return on_grid if bool(((y - on_grid).abs() <= _SMALL_PART * scale.max()).all()) else None
 
     def settings(self) -> Settings:
         """Returns everything that decides how tensors are quantized, except what was observed or learned."""

@@ -37,6 +37,8 @@ _TOO_LOW = 0.05
 _HEIGHT = 2.4
 # The maximum number of values whose places on the grid are marked, and of powers of two.
 _LINES, _POWERS = 32, 5
+# The maximum number of quantizers whose ranges over training are drawn.
+_RANGES = 12
 # The maximum numbers of rows in a figure, and of lines with a name.
 ROWS = 40
 _NAMED = 3
@@ -346,6 +348,35 @@ def draw_history(history: History, name: str) -> Figure:
     if worst:
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], labels[::-1], loc="upper right", borderaxespad=0.0, handlelength=1.4)
+    return figure
+
+
+def draw_ranges(history: History) -> Figure:
+    """Draws the grid of each quantizer over training, from its smallest to its largest value, in a plot of its own.
+
+    Of many quantizers, it draws those whose ends have moved most, relative to the first range.
+    """
+    ends = {path: (history.series(path, "min"), history.series(path, "max")) for path in history.paths}
+    ends = {path: found for path, found in ends.items() if len(found[0][1]) > 1}
+
+    def moved(path: str) -> float:
+        (_, low), (_, high) = ends[path]
+        return (max(map(abs, (low[-1] - low[0], high[-1] - high[0])))) / ((high[0] - low[0]) or 1.0)
+
+    shown = sorted(sorted(ends, key=moved, reverse=True)[:_RANGES], key=history.paths.index)
+    rows = max(1, math.ceil(len(shown) / 2))
+    figure = Figure((WIDTH, 1.25 * rows + 0.3), facecolor=PAPER, layout="constrained")
+    for number, path in enumerate(shown):
+        axes = figure.add_subplot(rows, 2, number + 1)
+        (steps, low), (_, high) = ends[path]
+        axes.fill_between(steps, low, high, color=ACCENT, alpha=0.18, linewidth=0)
+        for values in (low, high):
+            axes.plot(steps, values, color=ACCENT, linewidth=1.2)
+        axes.set_title(shortened(path, 34), fontsize=7.5, color=INK, loc="left")
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(3))
+        axes.tick_params(labelsize=7.0, colors=MUTED)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -17,6 +17,7 @@ from fakequant._diagnosis.report.figures import (
     draw_history,
     draw_levels,
     draw_pareto,
+    draw_ranges,
     draw_sensitivity,
     draw_values,
     layers_to_draw,
@@ -249,6 +250,9 @@ def history_entry(figures: Figures, history: History) -> Entry:
         for name, label in HISTORY_LABELS.items()
         if any(history.series(path, name)[1] for path in history.paths)
     ]
+    if any(len(history.series(path, "min")[1]) > 1 for path in history.paths):
+        caption = "The smallest and the largest value of each grid. Look for ranges that still move at the end."
+        drawn.append(figures.draw("history-ranges", "Ranges over training", caption, draw_ranges, history))
     return {"figures": drawn, "checks": len(history.steps)}
 
 

@@ -172,7 +172,7 @@ def _page(
 
     seen = [j for j in judged if j.counts.total]
     drawn = sorted(seen, key=lambda j: j.order)[:max_tensors]
-    total = 2 * len(drawn) + (comparison is not None) + (sensitivity is not None) + 4 * (history is not None)
+    total = 2 * len(drawn) + (comparison is not None) + (sensitivity is not None) + 5 * (history is not None)
     total += sensitivity is not None and sensitivity.has_widths
     with Bar(total=total, desc="figures", disable=not progress, leave=False) as bar:
         figures = drawing.Figures(bar.update)

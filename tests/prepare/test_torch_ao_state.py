@@ -1,0 +1,123 @@
+"""Checkpoints of torch.ao, eager and FX mode, in prepared models: the same codes of weights, and the same ranges."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torch.ao.quantization.quantize_fx")
+
+import torch
+from torch import nn
+from torch.ao import quantization as ao
+from torch.ao.quantization import quantize_fx
+
+import fakequant as fq
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+X = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = (X.mean((1, 2, 3)) * 1000).long() % 3
+
+
+class Residual(nn.Module):
+    def __init__(self, eager):
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.relu2, self.pool, self.fc = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(8, 3)
+        self.eager = eager
+        if eager:
+            self.quant, self.dequant, self.add = ao.QuantStub(), ao.DeQuantStub(), nn.quantized.FloatFunctional()
+
+    def forward(self, x):
+        x = self.relu(self.bn(self.conv(self.quant(x) if self.eager else x)))
+        y = self.bn2(self.conv2(x))
+        y = self.fc(self.pool(self.relu2(self.add.add(x, y) if self.eager else x + y)).flatten(1))
+        return self.dequant(y) if self.eager else y
+
+
+def theirs(eager):
+    """A model that torch.ao has prepared and trained."""
+    torch.manual_seed(0)
+    model = Residual(eager).train()
+    if eager:
+        model.qconfig = ao.get_default_qat_qconfig("x86")
+        model = ao.prepare_qat(ao.fuse_modules_qat(model, [["conv", "bn", "relu"], ["conv2", "bn2"]]))
+    else:
+        model = quantize_fx.prepare_qat_fx(model, ao.get_default_qat_qconfig_mapping("x86"), X)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), LABELS).backward()
+        optimizer.step()
+    return model.eval().apply(ao.disable_observer)
+
+
+def codes_of(layer):
+    """Returns the codes that torch.ao has for a weight, with its batch norm folded."""
+    weight = layer.weight
+    if hasattr(layer, "bn"):
+        factor = layer.bn.weight / (layer.bn.running_var + layer.bn.eps).sqrt()
+        weight = weight * factor.reshape(-1, 1, 1, 1)
+    scale = layer.weight_fake_quant.scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight / scale).round().clamp(-128, 127)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "FX"])
+def loaded(request):
+    old = theirs(request.param)
+    model = fq.prepare(Residual(request.param), fq.recipes.int8(target="onnxruntime-vnni"), X)
+    return request.param, old, model, fq.load_torch_ao_state(model, old.state_dict(), X)
+
+
+def test_weights_have_the_same_codes(loaded):
+    _, old, model, _ = loaded
+    golden = fq.convert(model.eval())
+    for path in ("conv", "conv2", "fc"):
+        levels = golden.get_submodule(path).weight_codes.float()
+        assert torch.equal(levels, codes_of(old.get_submodule(path)).detach())
+
+
+def test_ranges_are_kept(loaded):
+    eager, old, model, lacking = loaded
+    assert lacking == []
+    names = {
+        "conv.input_quantizer": ("quant.activation_post_process", "activation_post_process_0"),
+        "relu.output_quantizer": ("conv.activation_post_process", "activation_post_process_1"),
+        "bn2.output_quantizer": ("conv2.activation_post_process", "activation_post_process_2"),
+        "relu2.output_quantizer": ("add.activation_post_process", "activation_post_process_3"),
+        "fc.input_quantizer": ("add.activation_post_process", "activation_post_process_5"),
+    }
+    for path, (in_eager, in_fx) in names.items():
+        observer = old.get_submodule(in_eager if eager else in_fx).activation_post_process
+        quantizer = model.get_submodule(path)
+        assert (quantizer.running_min, quantizer.running_max) == (observer.min_val, observer.max_val), path
+        assert quantizer.scale.isfinite()
+
+
+def test_outputs_agree(loaded):
+    _, old, model, _ = loaded
+    with torch.no_grad():
+        expected, found = old(X), model.eval()(X)
+    assert (expected.argmax(1) == found.argmax(1)).float().mean() > 0.95
+    step = next(
+        m.scale for n, m in old.named_modules() if n in ("fc.activation_post_process", "activation_post_process_6")
+    )
+    assert (expected - found).abs().max() < 4 * step  # theirs have 7 bits, and quantize the result too
+
+
+def test_a_model_of_torch_ao_is_not_prepared_again(loaded):
+    with pytest.raises(ValueError, match="load_torch_ao_state"):
+        fq.prepare(loaded[1], fq.recipes.int8(), X)
+
+
+def test_states_that_do_not_fit_change_nothing(loaded):
+    eager, old, _, _ = loaded
+    model = fq.prepare(Residual(eager), fq.recipes.int8(), X)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = old.state_dict()
+    del state["fc.bias"]
+    with pytest.raises(ValueError, match=r"lacks fc\.bias"):
+        fq.load_torch_ao_state(model, state, X)
+    with pytest.raises(ValueError, match=r"no quantizers of torch\.ao"):
+        fq.load_torch_ao_state(model, Residual(eager).state_dict(), X)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) or before[name].isnan().all() for name in before)
