@@ -176,7 +176,7 @@ class Builder:
 
     def _quantized(self, found: Known, grid: Grid) -> Known:
         if found.tensor.is_codes:
-            own = (float(np.float32(found.tensor.scale)), found.tensor.zero_point)  # type: ignore[arg-type]
+            own = (float(np.asarray(found.tensor.scale).reshape(-1)[0]), found.tensor.zero_point)
             if own == (float(np.float32(grid.scale)), grid.zero_point):
                 return found.like(self.limited(found.tensor, grid))
             found = self.floats(found)

@@ -80,35 +80,35 @@ class ExportedIntegers(Integers):
 
     tables: Tables
     # The weight of the whole layer, and its bias for each call. Empty if the weight is a float parameter.
-    calls: tuple[Weight, ...] = ()
+    per_call: tuple[Weight, ...] = ()
 
     def quantized_weight(self, layer: IntegerLayer) -> Tensor:
         """Returns the weight, in the shape of the layer's, for functions."""
-        if not self.calls:
+        if not self.per_call:
             return super().quantized_weight(layer)
         weight = self._traced(layer, slice(None))[0]
         return weight.T if is_transposed_linear(self) else weight
 
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
         """Returns the bias, or None."""
-        return self._traced(layer, slice(None))[1] if self.calls else float_bias(layer)
+        return self._traced(layer, slice(None))[1] if self.per_call else float_bias(layer)
 
     def result(
         self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
     ) -> Tensor:
         """Applies `operator` to floats. The graph becomes a kernel in integers where there is one."""
         x = self.quantize_input(layer, input)
-        if not self.calls:
+        if not self.per_call:
             weight, bias = self.float_weight(layer, given), float_bias(layer)
             return operator(x, weight[rows], None if bias is None else bias[rows])
         weight, bias = self._traced(layer, rows)
         return (linear if operator is transposed_linear else operator)(x, weight, bias)
 
     def _traced(self, layer: IntegerLayer, rows: slice) -> tuple[Tensor, Tensor | None]:
-        number = current_call(layer) if len(self.calls) > 1 else 0
+        number = current_call(layer) if len(self.per_call) > 1 else 0
         key = f"{self.path}#{number}:{rows.start}:{rows.stop}"
         if key not in self.tables.weights:
-            self.tables.weights[key] = made = _rows_of(self.calls[number], rows)
+            self.tables.weights[key] = made = _rows_of(self.per_call[number], rows)
             self.tables.floats[key] = made.floats
         found = self.tables.weights[key]
         return WEIGHT(found.floats, key), found.float_bias
@@ -152,15 +152,15 @@ def make_exportable(golden: nn.Module) -> Tables:
     for layer in layers:
         record = ExportedIntegers(**vars(layer._fakequant), tables=tables)
         if record.weight_spec is not None:
-            record.calls = _calls(layer, record)
+            record.per_call = _calls(layer, record)
             if _has_tokens(layer.input_quantizer):
-                layer.input_quantizer.is_in_kernel = record.calls[0].codes is not None
+                layer.input_quantizer.is_in_kernel = record.per_call[0].codes is not None
         layer.__dict__[NAME] = record
     for layer in layers:
         record = layer._fakequant
-        if record.calls:
+        if record.per_call:
             layer._parameters.pop(record.kind.bias_name, None)
-            layer.__dict__[record.kind.bias_name] = record.calls[0].float_bias
+            layer.__dict__[record.kind.bias_name] = record.per_call[0].float_bias
         for name in ("weight_codes", "weight_scale", "weight_zero_point", "bias_codes"):  # they are in the tables
             if name in layer._buffers:
                 layer._buffers[name] = None
