@@ -1,34 +1,27 @@
 """`export_litert`: writes a model to a .tflite file for LiteRT."""
 
 import os
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._export.example import (
     converted,
-    first_axes,
     inputs_of,
     require_float32,
     require_suffix,
     results_of,
     without_autocast,
 )
-from fakequant._export.failures import place_of, reason_of
-from fakequant._export.layers import DynamicLength
-from fakequant._export.litert.file import schema, write
+from fakequant._export.litert.file import schema
 from fakequant._export.litert.graph import Graph
-from fakequant._export.litert.program import make_graph
-from fakequant._export.litert.report import LitertExport, how_computed, report_of
-from fakequant._export.litert.translation import NoOperator
-from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, digest_of_parameters
+from fakequant._export.litert.program import file_of, make_graph
+from fakequant._export.litert.report import LitertExport, report_of
 from fakequant._model.running import Args, Batch, Kwargs, check_module
 from fakequant._runtimes.litert.running import Loaded, RuntimeFailure, arrays_of, import_runtime
+from fakequant._runtimes.litert.target import TARGETS
 from fakequant._util.files import writing
 
-_TARGET = "litert"
 
 
 def export_litert(
@@ -76,50 +69,14 @@ def export_litert(
     import_runtime()
     schema()
     with writing(path) as unfinished, without_autocast():
-        golden = converted(model, _TARGET, strict).eval()
+        golden = converted(model, TARGETS[0].name, strict).eval()
         require_float32(golden, args, kwargs)
         names, results = results_of(golden, args, kwargs)
-        shapes = first_axes(args, kwargs, torch.export.Dim("batch", min=1)) if dynamic_batch else None
-        graph = _graph(golden, args, kwargs, shapes, names)
-        data = write(graph, notes_of(golden, graph, names))
+        graph = make_graph(golden, args, kwargs, names, has_any_batch=dynamic_batch)
+        data = file_of(golden, graph, names)
         _require_running(args, kwargs, results, graph, data)
         unfinished.write_bytes(data)
     return report_of(graph, len(data), has_any_batch=dynamic_batch)
-
-
-def notes_of(golden: nn.Module, graph: Graph, names: list[str]) -> dict[str, Any]:
-    """Returns the notes of a file."""
-    return {
-        TARGET: _TARGET,
-        INPUTS: [name for name, _ in graph.inputs],
-        OUTPUTS: names,
-        PARAMETERS: digest_of_parameters(golden),
-        "kernels": _kernels(graph),
-    }
-
-
-def _kernels(graph: Graph) -> dict[str, str]:
-    """Returns how the layers with quantized weights are computed, by path. If a layer has several ways, the worst."""
-    found: dict[str, str] = {}
-    for operator in graph.operators:
-        if operator.products and operator.path in graph.weights | {operator.path: None}:
-            how = how_computed(operator)
-            found[operator.path] = "float" if "float" in (how, found.get(operator.path)) else how
-    return found
-
-
-def _graph(golden: nn.Module, args: Args, kwargs: Kwargs, shapes: Any, names: list[str]) -> Graph:
-    """Returns the graph of a file. Raises ValueError with the reason if there is none."""
-    try:
-        return make_graph(golden, args, kwargs, shapes, names)
-    except (DynamicLength, NoOperator):
-        raise
-    except NotImplementedError as error:
-        raise ValueError(f"The model cannot be exported to LiteRT: it has {error}.") from error
-    except Exception as error:
-        raise ValueError(
-            f"The model cannot be exported to LiteRT: {reason_of(error)}{place_of(error, golden)}"
-        ) from error
 
 
 def _require_running(args: Args, kwargs: Kwargs, results: list[Tensor], graph: Graph, data: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fakequant._export.litert.graph import Array, Graph, Operator, Tensor
+from fakequant._export.litert.graph import AnyLength, Array, Graph, Operator, Tensor
 from fakequant._export.notes import TARGET
 from fakequant._util.packages import require
 
@@ -107,7 +107,8 @@ class _Writer:
     def tensor(self, tensor: Tensor, name: str) -> Any:
         made = self.schema.TensorT()
         made.name, made.type = name, getattr(self.schema.TensorType, _TYPES[tensor.dtype])
-        made.shape = np.array(tensor.shape, np.int32)
+        # The length of an example would make files of one model differ.
+        made.shape = np.array([1 if isinstance(one, AnyLength) else one for one in tensor.shape], np.int32)
         if -1 in tensor.signature:
             made.shapeSignature = np.array(tensor.signature, np.int32)
         made.hasRank = True
@@ -225,6 +226,9 @@ class LitertFile:
         self.notes: dict[str, Any] = self._read_notes()
         self.graph = self.model.subgraphs[0]
         self.names = [tensor.name.decode() for tensor in self.graph.tensors]
+        inputs = [self.graph.tensors[number] for number in self.graph.inputs]
+        # Whether the first axis of inputs may have any length.
+        self.has_any_length = any(one.shapeSignature is not None and -1 in one.shapeSignature for one in inputs)
 
     def _read_notes(self) -> dict[str, Any]:
         for entry in self.model.metadata or []:
@@ -233,19 +237,6 @@ class LitertFile:
                 if TARGET in notes:
                     return notes
         raise ValueError("The file has no notes of fakequant.\nUse fakequant.export_litert to write it.")
-
-    def array(self, name: str) -> tuple[Array, Array]:
-        """Returns the values of a constant, and its scales."""
-        tensor = self.graph.tensors[self.names.index(name)]
-        data = np.asarray(self.model.buffers[tensor.buffer].data, np.uint8)
-        kind = next(kind for kind, code in _TYPES.items() if getattr(schema().TensorType, code) == tensor.type)
-        if kind == "int4":
-            halves = np.stack([data & 15, data >> 4], -1).reshape(tensor.shape).astype(np.int8)
-            values = (halves ^ 8) - 8
-        else:
-            values = data.view(kind).reshape(tensor.shape)
-        scale = None if tensor.quantization is None else tensor.quantization.scale
-        return values, np.asarray([] if scale is None else scale, np.float32)
 
     def watching(self, names: list[str]) -> bytes:
         """Returns a file that also outputs some tensors, behind its own outputs."""

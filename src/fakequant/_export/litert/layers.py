@@ -65,9 +65,19 @@ def _codes(builder: Builder, call: Layer, grid: Grid) -> Known | None:
         return None
     assert weight.scale is not None
     x_scale = float(np.asarray(x.tensor.scale).reshape(-1)[0])
-    if not all(has_layer(x_scale, float(scale), grid.scale) for scale in weight.scale):
+    # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
+    scale = torch.where(_is_empty(weight), grid.scale / x_scale, weight.scale)
+    if not all(has_layer(x_scale, float(one), grid.scale) for one in scale):
         return None
+    call = dataclasses.replace(call, weight=dataclasses.replace(weight, scale=scale))
     return _Emission(builder, call, x, grid).result()
+
+
+def _is_empty(weight: Weight) -> torch.Tensor:
+    """Returns which outputs have no weights and no bias."""
+    assert weight.codes is not None
+    is_empty = (weight.codes == 0).transpose(0, weight.axis).flatten(1).all(1)
+    return is_empty if weight.bias is None else is_empty & (weight.bias[0] == 0)
 
 
 def _in_float(builder: Builder, call: Layer, why: str) -> Known:

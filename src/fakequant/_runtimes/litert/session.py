@@ -5,7 +5,6 @@ them. `verify` requires that both have the same results.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
+from fakequant._convert.golden.integer_layer import Integers
 from fakequant._convert.golden.quantizer import GoldenQuantizer
-from fakequant._export.layers import stored_layer
 from fakequant._export.litert.file import MAGIC, LitertFile, write
-from fakequant._export.litert.program import make_float_graph
+from fakequant._export.litert.program import KERNELS, file_of, make_float_graph, make_graph
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, parse_call
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes.litert.running import Loaded, arrays_of
@@ -42,9 +40,10 @@ class LitertSession(Session):
         self.is_as_written = True
         # The name of the tensor and the order of its axes, by the name of the call of a quantizer.
         self._codes: dict[str, tuple[str, list[int]]] = notes["codes"]
-        self._plain = Loaded(self._file.data, path, threads)
         self._watching = list(dict.fromkeys(name for name, _ in self._codes.values()))
-        self._watched = Loaded(self._file.watching(self._watching), path, threads)
+        self._plain: Loaded | None = None
+        self._watched: Loaded | None = None
+        self._golden: nn.Module | None = None
         self._grids: dict[str, GoldenQuantizer] = {}
 
     @classmethod
@@ -54,37 +53,37 @@ class LitertSession(Session):
 
     def watch(self, golden: nn.Module) -> None:
         """Takes the golden model, which has the layers and the grids."""
+        self._golden = golden
         self._grids = {path: module for path, module in golden.named_modules() if isinstance(module, GoldenQuantizer)}
         self.lookups = {path for path, module in golden.named_modules() if isinstance(module, nn.Embedding)}
-        how = self._file.notes["kernels"]
+        how = self._file.notes[KERNELS]
         for path, module in golden.named_modules():
             record = find_record(module)
             if isinstance(record, Integers) and record.weight_spec is not None and path in how:
                 self.kernels[path] = _KERNELS[how[path]]
         self.integers = {path for path in self.kernels if how[path] != "float"}
 
-    def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
-        """Yields the codes and scales of weights that the file and the golden model both have."""
-        for path, module in golden.named_modules():
-            name = f"{path}.weight"
-            if isinstance(module, IntegerLayer) and name in self._file.names:
-                yield from self._weight(name, module)
+    def _require_same(self, args: Args, kwargs: Kwargs) -> None:
+        """Raises ValueError if the golden model is not exported to this file, byte by byte.
 
-    def _weight(self, name: str, layer: IntegerLayer) -> Iterator[tuple[str, Array, Tensor]]:
-        values, scales = self._file.array(name)
-        if values.dtype != np.int8 or not layer._fakequant.weight_spec:
-            return
-        stored = stored_layer(layer)
-        codes = stored.codes
-        if values.size == codes.numel():
-            yield name, np.sort(values, axis=None), codes.flatten().sort().values
-        if scales.size > 1:
-            yield f"{name} (scales)", scales, stored.scale.reshape(-1).expand(scales.size)
+        Wrong files are not loaded: LiteRT does not check what it reads, and could end the process.
+        """
+        assert self._golden is not None, "watch was called"
+        notes = self._file.notes
+        graph = make_graph(self._golden, args, kwargs, notes[OUTPUTS], has_any_batch=self._file.has_any_length)
+        if file_of(self._golden, graph, notes[OUTPUTS]) != self._file.data:
+            raise ValueError(
+                f"{self.path} is not the file that fakequant.export_litert writes for this model: it was changed, or "
+                "another version wrote it.\nExport the model again."
+            )
 
     def run(self, args: Args, kwargs: Kwargs) -> Run:
         """Runs the file on a batch, with and without codes as outputs."""
         inputs = self._inputs(args, kwargs)
-        results = self._plain(inputs)
+        if self._watched is None:
+            self._require_same(args, kwargs)
+            self._watched = Loaded(self._file.watching(self._watching), self.path, self.threads)
+        results = self.run_unwatched(args, kwargs)
         found = self._watched(inputs)
         run = Run(found[: len(results)], results, {}, {})
         arrays = dict(zip(self._watching, found[len(results) :], strict=True))
@@ -98,7 +97,10 @@ class LitertSession(Session):
 
     def run_unwatched(self, args: Args, kwargs: Kwargs) -> list[Array]:
         """Runs only the file as it is on a batch, and returns its results."""
-        return self._plain(self._inputs(args, kwargs))
+        inputs = self._inputs(args, kwargs)
+        if self._plain is None:
+            self._plain = Loaded(self._file.data, self.path, self.threads)
+        return self._plain(inputs)
 
     def _inputs(self, args: Args, kwargs: Kwargs) -> list[Array]:
         """Returns the tensors of a batch in the order of the file's inputs."""
@@ -118,7 +120,7 @@ class LitertSession(Session):
         names = leaves.names(model(*args, **kwargs))
         graph = make_float_graph(model, args, kwargs, names)
         notes = {TARGET: "float", INPUTS: [name for name, _ in graph.inputs], OUTPUTS: names, PARAMETERS: ""}
-        (folder / "float.tflite").write_bytes(write(graph, {**notes, "kernels": {}}))
+        (folder / "float.tflite").write_bytes(write(graph, {**notes, KERNELS: {}}))
         return folder / "float.tflite"
 
 
