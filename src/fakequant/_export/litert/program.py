@@ -65,7 +65,8 @@ def make_graph(golden: nn.Module, args: Args, kwargs: Kwargs, results: list[str]
     except (DynamicLength, NoOperator):
         raise
     except NotImplementedError as error:
-        raise ValueError(f"The model cannot be exported to LiteRT: it has {error}.") from error
+        advice = "Use dynamic_batch=False." if has_any_batch else "Use other operations there."
+        raise ValueError(f"The model cannot be exported to LiteRT: it has {error}.\n{advice}") from error
     except Exception as error:
         raise ValueError(
             f"The model cannot be exported to LiteRT: {reason_of(error)}{place_of(error, model)}"
@@ -88,7 +89,7 @@ def _kernels(graph: Graph) -> dict[str, str]:
     """Returns how layers are computed, by path. If a layer has several ways, the one in float."""
     found: dict[str, str] = {}
     for operator in graph.operators:
-        if operator.products:
+        if operator.products and operator.code != "BATCH_MATMUL":
             how = how_computed(operator)
             found[operator.path] = "float" if "float" in (how, found.get(operator.path)) else how
     return found

@@ -122,6 +122,8 @@ class _Translation:
 
     def call(self, node: Node) -> Any:
         target: Any = node.target
+        if isinstance(node.meta.get("val"), (torch.SymInt, int)):
+            return length_of(node.meta["val"])
         if target is operator.getitem:
             return self.values[node.args[0]][node.args[1]]  # type: ignore
         args = tuple(self.value(arg) for arg in node.args)
@@ -145,6 +147,8 @@ class _Translation:
     def folded(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Computes what does not depend on inputs."""
         target: Any = node.target
+        if any(isinstance(leaf, AnyLength) for leaf in [*_leaves(args), *_leaves(list(kwargs.values()))]):
+            raise NotImplementedError(f"a constant as long as the batch, in {path_of(node) or 'the model'}")
         value = target(*_map(args, _torch_value), **_map(kwargs, _torch_value))
         if isinstance(value, torch.Tensor):
             return Constant(value)
@@ -649,7 +653,10 @@ def _product(t: _Translation, a: Value, b: Value, shape: Sequence[int]) -> Known
     options = ("BatchMatMul", {"adjX": flips[0], "adjY": flips[1]})
     inputs = a.shape[-1]
     products = prod(shape) * inputs
-    return Known(t.graph.add("BATCH_MATMUL", operands, [made], options, products=products), identity(rank))
+    why = "products of two activations are not quantized for this target"
+    return Known(
+        t.graph.add("BATCH_MATMUL", operands, [made], options, products=products, why_float=why), identity(rank)
+    )
 
 
 def addmm(t: _Translation, node: Node, bias: Value, a: Value, b: Any, beta: float = 1, alpha: float = 1) -> Value:
@@ -775,7 +782,6 @@ def _slice_of(t: _Translation, x: Value, axis: int, start: int, stop: int, step:
     def move(found: Known) -> Known:
         place, tensor = found.axis(axis), found.tensor
         new = [length if p == place else size for p, size in enumerate(tensor.shape)]
-        zeros = [0] * len(new)
         begin = [start if p == place else 0 for p in range(len(new))]
         if step == 1:
             sizes = [-1 if isinstance(size, AnyLength) else size for size in new]
@@ -788,7 +794,6 @@ def _slice_of(t: _Translation, x: Value, axis: int, start: int, stop: int, step:
             constants = [t.graph.constant(one, "int32") for one in (begin, end, steps)]
             options = ("StridedSlice", {"beginMask": mask, "endMask": mask})
             made = t.graph.add("STRIDED_SLICE", [tensor, *constants], [t.builder.moved(tensor, new)], options)
-        del zeros
         return found.like(made)
 
     return x if shape == tuple(x.shape) and step == 1 else t.builder.moving(x, shape, move)
@@ -885,8 +890,6 @@ def pad(t: _Translation, node: Node, x: Value, pads: Sequence[int], value: float
 
 def expand(t: _Translation, node: Node, x: Value, *_: Any) -> Value:
     shape = shape_of(node)
-    if isinstance(x, Constant):
-        return Constant(x.value.expand(tuple(int(one) for one in shape)))
 
     def move(found: Known) -> Known:
         found = t.widened(found, len(shape))
@@ -991,11 +994,6 @@ def _table(t: _Translation, value: Any) -> Known:
 
 
 # --- pools and images
-
-
-def _images(t: _Translation, x: Value, f: Callable[[Known], Known]) -> Value:
-    """Applies a function to images with the channels last, also to a single image, or to rows of one."""
-    raise NotImplementedError
 
 
 def _per_axis(given: Any, axes: int) -> tuple[int, ...]:
