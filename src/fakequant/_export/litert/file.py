@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _VERSIONS = {
     "ADD": 2, "SUB": 2, "MUL": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 5, "TRANSPOSE_CONV": 3,
     "DEQUANTIZE": 2, "CONCATENATION": 2, "MEAN": 2, "RESHAPE": 1, "TRANSPOSE": 2, "PAD": 2, "MAX_POOL_2D": 2,
     "AVERAGE_POOL_2D": 2, "STRIDED_SLICE": 2, "SLICE": 2, "GATHER": 2, "BATCH_MATMUL": 2, "MAXIMUM": 2, "MINIMUM": 2,
-    "RESIZE_NEAREST_NEIGHBOR": 3, "RESIZE_BILINEAR": 3, "SPLIT": 2, "SOFTMAX": 2, "LOGISTIC": 2, "TANH": 2,
+    "RESIZE_NEAREST_NEIGHBOR": 3, "RESIZE_BILINEAR": 3, "BROADCAST_TO": 3, "SOFTMAX": 2, "LOGISTIC": 2, "TANH": 2,
 }  # fmt: skip
 _TYPES = {
     "float32": "FLOAT32", "int8": "INT8", "int16": "INT16", "int32": "INT32", "int64": "INT64", "bool": "BOOL",
@@ -214,7 +215,7 @@ class LitertFile:
         self.is_unchanged = is_unchanged(data)
         if not self.is_unchanged and not _SEALED.search(data):
             raise ValueError(
-                f"{str(path)!r} was not written by fakequant.export_litert, or is damaged: its notes are missing.\n"
+                f"{str(path)!r} was not written by fakequant.export_litert, or it is damaged: its notes are missing.\n"
                 "Use fakequant.export_litert to write it."
             )
         if not self.is_unchanged:
@@ -222,13 +223,22 @@ class LitertFile:
                 f"{path} was changed after fakequant.export_litert wrote it. Running it could end the process.\n"
                 "Export the model again."
             )
-        self.model = schema().ModelT.InitFromPackedBuf(data)
-        self.notes: dict[str, Any] = self._read_notes()
-        self.graph = self.model.subgraphs[0]
-        self.names = [tensor.name.decode() for tensor in self.graph.tensors]
-        inputs = [self.graph.tensors[number] for number in self.graph.inputs]
-        # Whether the first axis of inputs may have any length.
-        self.has_any_length = any(one.shapeSignature is not None and -1 in one.shapeSignature for one in inputs)
+        try:
+            self.model = schema().ModelT.InitFromPackedBuf(data)
+            self.notes: dict[str, Any] = self._read_notes()
+            self.graph = self.model.subgraphs[0]
+            self.names = [tensor.name.decode() for tensor in self.graph.tensors]
+            inputs = [self.graph.tensors[number] for number in self.graph.inputs]
+        except (struct.error, LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{str(path)!r} is damaged, or fakequant.export_litert did not write it.\n"
+                "Use fakequant.export_litert to write it again."
+            ) from error
+        # The shapes of its inputs, with -1 for any length.
+        self.shapes = [
+            tuple(map(int, one.shape if one.shapeSignature is None else one.shapeSignature)) for one in inputs
+        ]
+        self.has_any_length = any(-1 in shape for shape in self.shapes)
 
     def _read_notes(self) -> dict[str, Any]:
         for entry in self.model.metadata or []:
@@ -236,7 +246,7 @@ class LitertFile:
                 notes: dict[str, Any] = json.loads(bytes(self.model.buffers[entry.buffer].data))
                 if TARGET in notes:
                     return notes
-        raise ValueError("The file has no notes of fakequant.\nUse fakequant.export_litert to write it.")
+        raise LookupError(NOTES)
 
     def watching(self, names: list[str]) -> bytes:
         """Returns a file that also outputs some tensors, behind its own outputs."""

@@ -6,9 +6,10 @@ from fakequant._export.litert.graph import Graph, Operator
 from fakequant._util.shown import Shown
 from fakequant._util.text import table
 
-_LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D", "BATCH_MATMUL")
+_LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D")
+_FLOAT = "its operands or its result are not quantized, or there is no kernel for codes"
 # Operators that only move elements, or change how they are stored.
-_FREE = {"RESHAPE", "QUANTIZE", "DEQUANTIZE", "SLICE", "CAST"}
+_FREE = {"RESHAPE", "TRANSPOSE", "QUANTIZE", "DEQUANTIZE", "SLICE", "CAST"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class LitertExport(Shown):
     """How the operators of an exported file are computed.
 
     Attributes:
-        layers: Linear layers, convolutions and products of activations.
+        layers: Linear layers and convolutions.
+        products: Products of two activations.
         others: Further operators on floats.
         transposes: The modules whose code needs axes in another order than the operator before it.
         operators: The names of all operators of the file, with how often each occurs.
@@ -39,6 +41,7 @@ class LitertExport(Shown):
     """
 
     layers: tuple[LitertOperator, ...]
+    products: tuple[LitertOperator, ...]
     others: tuple[LitertOperator, ...]
     transposes: tuple[str, ...]
     operators: dict[str, int]
@@ -47,40 +50,46 @@ class LitertExport(Shown):
 
     @property
     def share(self) -> float:
-        """The share of the multiplications that are computed in integers, from 0 to 1."""
-        total = sum(one.multiplications for one in self.layers)
-        return sum(one.multiplications for one in self.layers if one.how != "float") / total if total else 0.0
+        """The share of the multiplications of layers that are computed in integers, from 0 to 1."""
+        return _share(self.layers)
 
     def __str__(self) -> str:
         """Returns the numbers, and a table of what is computed in float."""
-        total = sum(one.multiplications for one in self.layers)
+        total = sum(one.multiplications for one in (*self.layers, *self.products))
         layers = sum(one.how != "float" for one in self.layers)
         lines = [
-            f"{total:,} multiplications: {100 * self.share:.1f}% in integers",
+            f"{total:,} multiplications: {100 * _share((*self.layers, *self.products)):.1f}% in integers",
             f"layers in integers: {layers} of {len(self.layers)}",
             f"transposes: {len(self.transposes)}",
             f"batches: {'any length' if self.has_any_batch else 'the length of the example'}",
         ]
-        rest = [one for one in (*self.layers, *self.others) if one.how == "float"]
+        rest = [one for one in (*self.layers, *self.products, *self.others) if one.how == "float"]
         if rest:
             rows = [(one.path or "the model", one.name, one.why) for one in rest]
             lines += ["", table(["module", "operator in float", "why"], list(dict.fromkeys(rows)))]
         return "\n".join(lines)
 
 
+def _share(operators: tuple[LitertOperator, ...]) -> float:
+    total = sum(one.multiplications for one in operators)
+    return sum(one.multiplications for one in operators if one.how != "float") / total if total else 0.0
+
+
 def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
     """Returns the report of a graph."""
-    layers, others, counts = [], [], dict[str, int]()
+    layers, products, others, counts = [], [], [], dict[str, int]()
     for operator in graph.operators:
         counts[operator.code] = counts.get(operator.code, 0) + 1
         how = how_computed(operator)
         made = LitertOperator(operator.path, operator.code, how, operator.products, operator.why_float)
         if operator.code in _LAYERS:
             layers.append(made)
+        elif operator.products:
+            products.append(made)
         elif how == "float" and operator.code not in _FREE:
-            others.append(dataclasses.replace(made, why="no kernel in integers follows the rule of the golden model"))
+            others.append(dataclasses.replace(made, why=_FLOAT))
     moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
-    return LitertExport(tuple(layers), tuple(others), moves, counts, size, has_any_batch)
+    return LitertExport(tuple(layers), tuple(products), tuple(others), moves, counts, size, has_any_batch)
 
 
 def how_computed(operator: Operator) -> str:

@@ -571,9 +571,31 @@ def _variance(t: _Translation, x: Known, axes: Sequence[int]) -> tuple[Known, Kn
     return centred, _reduced(t, t.unary(centred, "SQUARE"), "MEAN", axes)
 
 
+def variance(
+    t: _Translation, node: Node, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Value:
+    axes = [axis % len(x.shape) for axis in (axes or range(len(x.shape)))]
+    number = prod(int(x.shape[axis]) for axis in axes)
+    _, made = _variance(t, t.builder.floats(x), axes)
+    made = t.with_number("MUL", made, number / (number - (1 if correction is None else correction)))
+    return made if keepdim else without_axes(t, made, axes)
+
+
+def vector_norm(
+    t: _Translation, node: Node, x: Value, power: Any = 2, axes: Any = None, keepdim: bool = False, **_: Any
+) -> Value:
+    if power not in (1, 2):
+        raise NoOperator(_NO_OPERATOR.format(where=path_of(node) or "The model", name=f"a norm of order {power}"))
+    axes = [axis % len(x.shape) for axis in (axes or range(len(x.shape)))]
+    terms = t.unary(x, "SQUARE", ("Square", {})) if power == 2 else t.unary(x, "ABS", ("Abs", {}))
+    total = _reduced(t, terms, "SUM", axes)
+    total = t.unary(total, "SQRT") if power == 2 else total
+    return total if keepdim else without_axes(t, total, axes)
+
+
 def _normalized(t: _Translation, x: Known, axes: Sequence[int], eps: float) -> Known:
-    centred, variance = _variance(t, x, axes)
-    factor = t.unary(t.with_number("ADD", variance, eps), "RSQRT")
+    centred, spread = _variance(t, x, axes)
+    factor = t.unary(t.with_number("ADD", spread, eps), "RSQRT")
     return t.binary("MUL", ("Mul", {}), centred, factor)
 
 
@@ -1226,6 +1248,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.abs.default: _unary("ABS", ("Abs", {})),
     aten.exp.default: _unary("EXP", ("Exp", {})),
     aten.log.default: _unary("LOG"),
+    aten.log1p.default: lambda t, node, x: t.unary(t.with_number("ADD", x, 1.0), "LOG"),
+    aten.expm1.default: lambda t, node, x: t.with_number("SUB", t.unary(x, "EXP", ("Exp", {})), 1.0),
     aten.sqrt.default: _unary("SQRT"),
     aten.rsqrt.default: _unary("RSQRT"),
     aten.square.default: _unary("SQUARE", ("Square", {})),
@@ -1260,6 +1284,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _reduction("SUM"),
     aten.amax.default: _reduction("REDUCE_MAX"),
     aten.amin.default: _reduction("REDUCE_MIN"),
+    aten.var.correction: variance,
+    aten.linalg_vector_norm.default: vector_norm,
     aten.layer_norm.default: layer_norm,
     aten.group_norm.default: group_norm,
     aten._native_batch_norm_legit_no_training.default: batch_norm,

@@ -4,6 +4,7 @@ XNNPACK does not store the tensors between its operators, so codes are read from
 them. `verify` requires that both have the same results.
 """
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,16 @@ class LitertSession(Session):
                 self.kernels[path] = _KERNELS[how[path]]
         self.integers = {path for path in self.kernels if how[path] != "float"}
 
-    def _require_same(self, args: Args, kwargs: Kwargs) -> None:
+    def _require_same(self, golden: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Raises ValueError if the golden model is not exported to this file, byte by byte.
 
         Wrong files are not loaded: LiteRT does not check what it reads, and could end the process.
         """
-        assert self._golden is not None, "watch was called"
-        notes = self._file.notes
-        graph = make_graph(self._golden, args, kwargs, notes[OUTPUTS], has_any_batch=self._file.has_any_length)
-        if file_of(self._golden, graph, notes[OUTPUTS]) != self._file.data:
+        results = self._file.notes[OUTPUTS]
+        order = [name for name in inspect.signature(golden.forward).parameters if name in kwargs]
+        kwargs = {name: kwargs[name] for name in [*order, *(kwargs.keys() - set(order))]}
+        graph = make_graph(golden, args, kwargs, results, has_any_batch=self._file.has_any_length)
+        if file_of(golden, graph, results) != self._file.data:
             raise ValueError(
                 f"{self.path} is not the file that fakequant.export_litert writes for this model: it was changed, or "
                 "another version wrote it.\nExport the model again."
@@ -79,11 +81,9 @@ class LitertSession(Session):
 
     def run(self, args: Args, kwargs: Kwargs) -> Run:
         """Runs the file on a batch, with and without codes as outputs."""
-        inputs = self._inputs(args, kwargs)
+        inputs, results = self._inputs(args, kwargs), self.run_unwatched(args, kwargs)
         if self._watched is None:
-            self._require_same(args, kwargs)
             self._watched = Loaded(self._file.watching(self._watching), self.path, self.threads)
-        results = self.run_unwatched(args, kwargs)
         found = self._watched(inputs)
         run = Run(found[: len(results)], results, {}, {})
         arrays = dict(zip(self._watching, found[len(results) :], strict=True))
@@ -91,7 +91,7 @@ class LitertSession(Session):
             path, number = parse_call(name)
             grid = self._grids.get(path)
             shift = 128 if grid is not None and grid.spec.qmax > 127 else 0
-            codes = arrays[tensor].astype(np.int32) + shift
+            codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
             run.codes.setdefault(path, {})[number] = codes.transpose([order.index(axis) for axis in range(len(order))])
         return run
 
@@ -99,6 +99,8 @@ class LitertSession(Session):
         """Runs only the file as it is on a batch, and returns its results."""
         inputs = self._inputs(args, kwargs)
         if self._plain is None:
+            if self._golden is not None:
+                self._require_same(self._golden, args, kwargs)
             self._plain = Loaded(self._file.data, self.path, self.threads)
         return self._plain(inputs)
 
@@ -111,6 +113,14 @@ class LitertSession(Session):
             tensors = [given[name] for name in names]
         if len(tensors) != len(names):
             raise ValueError(f"The file has the inputs {', '.join(names)}; the batch has {len(tensors)} tensors.")
+        for name, tensor, shape in zip(names, tensors, self._file.shapes, strict=True):
+            fits = len(shape) == tensor.dim() and all(a in (-1, b) for a, b in zip(shape, tensor.shape, strict=True))
+            if not fits or not tensor.numel():
+                lengths = ", ".join("any" if length == -1 else str(length) for length in shape)
+                raise ValueError(
+                    f"{self.path} takes {name} of shape ({lengths}), got one of shape {tuple(tensor.shape)}.\n"
+                    "Use batches with the shapes of the exported example, or export_litert(..., dynamic_batch=True)."
+                )
         return arrays_of(tensors)
 
     def write_float(self, model: nn.Module, args: Args, kwargs: Kwargs, folder: Path) -> Path:
