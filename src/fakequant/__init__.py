@@ -48,6 +48,7 @@ if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` i
     )
     from fakequant._export.executorch.export_executorch import export_executorch as export_executorch
     from fakequant._export.gguf.export_gguf import export_gguf as export_gguf
+    from fakequant._export.litert.export_litert import export_litert as export_litert
     from fakequant._export.load_grids import load_grids as load_grids
     from fakequant._export.onnx.export_onnx import export_onnx as export_onnx
     from fakequant._prepare.prepare import prepare as prepare, unprepare as unprepare
@@ -79,6 +80,7 @@ _WHOLE_MODELS = {
     "export_compressed_tensors": "_export.compressed_tensors.export_compressed_tensors",
     "export_executorch": "_export.executorch.export_executorch",
     "export_gguf": "_export.gguf.export_gguf",
+    "export_litert": "_export.litert.export_litert",
     "export_onnx": "_export.onnx.export_onnx",
     "health": "_diagnosis.health",
     "latency": "_verify.latency",

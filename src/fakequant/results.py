@@ -25,6 +25,7 @@ from fakequant._export.compressed_tensors.export_compressed_tensors import (
 )
 from fakequant._export.executorch.delegation import Delegation as Delegation
 from fakequant._export.gguf.export_gguf import GgufExport as GgufExport, GgufTensor as GgufTensor
+from fakequant._export.litert.report import LitertExport as LitertExport, LitertOperator as LitertOperator
 from fakequant._export.onnx.report import OnnxExport as OnnxExport
 from fakequant._info import Info as Info
 from fakequant._prepare.summary import LayerSummary as LayerSummary, Summary as Summary

@@ -20,6 +20,7 @@ The targets:
     openvino            OpenVINO on all x86 CPUs: symmetric weights of at most 7 bits with 8-bit activations
     tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
     xnnpack             ExecuTorch with XNNPACK: activations of at most 8 bits per tensor, symmetric weights likewise
+    litert              LiteRT (.tflite): activations of at most 8 bits per tensor, symmetric weights likewise
     compressed-tensors  transformers, vLLM, SGLang: weights of linear layers and inputs, in the grids of that format
     llama.cpp           llama.cpp: weights of linear layers and embeddings in the block types of ggml, inputs likewise
 
@@ -31,6 +32,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from fakequant._runtimes.litert import target as litert
 from fakequant._runtimes.llama_cpp import target as llama_cpp
 from fakequant._runtimes.onnxruntime import target as onnxruntime
 from fakequant._runtimes.openvino import target as openvino
@@ -55,6 +57,7 @@ TARGETS: dict[str, Target] = {
         *openvino.TARGETS,
         _TENSORRT,
         *xnnpack.TARGETS,
+        *litert.TARGETS,
         *transformers.TARGETS,
         *llama_cpp.TARGETS,
     )
@@ -92,7 +95,8 @@ _ALIASES = {
     "compressed-tensors": ("transformers", "vllm", "sglang", "llm-compressor", "huggingface", "hf"),
     "llama.cpp": ("gguf", "ggml", "llama-cpp", "llamacpp", "ollama", "lm-studio", "lmstudio"),
     "tensorrt": ("trt", "nvidia", "cuda", "gpu"),
-    "generic": ("tflite", "litert", "coreml", "qnn", "tvm"),
+    "litert": ("tflite", "tensorflow-lite", "ai-edge-litert", "tflm"),
+    "generic": ("coreml", "qnn", "tvm"),
 }
 
 

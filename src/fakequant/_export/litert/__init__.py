@@ -1,0 +1,1 @@
+"""Writes .tflite files for LiteRT."""

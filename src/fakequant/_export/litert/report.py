@@ -1,0 +1,100 @@
+"""`LitertExport`: which operators of an exported file are computed in integers, and why others are not."""
+
+import dataclasses
+
+from fakequant._export.litert.graph import Graph, Operator
+from fakequant._util.shown import Shown
+from fakequant._util.text import table
+
+_LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D")
+_FLOAT = "its operands or its result are not quantized, or there is no kernel for codes"
+# Operators that only move elements, or change how they are stored.
+_FREE = {"RESHAPE", "TRANSPOSE", "QUANTIZE", "DEQUANTIZE", "SLICE", "CAST"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LitertOperator:
+    """An operator of a file."""
+
+    # The path of the module whose code calls it, and its name in LiteRT.
+    path: str
+    name: str
+    # "int8", "dynamic" if the kernel computes the scales of its input, or "float".
+    how: str
+    multiplications: int = 0
+    # Why it is computed in float. Empty if it is not, or if there is no kernel in integers.
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LitertExport(Shown):
+    """How the operators of an exported file are computed.
+
+    Attributes:
+        layers: Linear layers and convolutions.
+        products: Products of two activations.
+        others: Further operators on floats.
+        transposes: The modules whose code needs axes in another order than the operator before it.
+        operators: The names of all operators of the file, with how often each occurs.
+        bytes: The size of the file.
+        has_any_batch: Whether the file takes batches of any length.
+    """
+
+    layers: tuple[LitertOperator, ...]
+    products: tuple[LitertOperator, ...]
+    others: tuple[LitertOperator, ...]
+    transposes: tuple[str, ...]
+    operators: dict[str, int]
+    bytes: int
+    has_any_batch: bool
+
+    @property
+    def share(self) -> float:
+        """The share of the multiplications of layers that are computed in integers, from 0 to 1."""
+        return _share(self.layers)
+
+    def __str__(self) -> str:
+        """Returns the numbers, and a table of what is computed in float."""
+        total = sum(one.multiplications for one in (*self.layers, *self.products))
+        layers = sum(one.how != "float" for one in self.layers)
+        lines = [
+            f"{total:,} multiplications: {100 * _share((*self.layers, *self.products)):.1f}% in integers",
+            f"layers in integers: {layers} of {len(self.layers)}",
+            f"transposes: {len(self.transposes)}",
+            f"batches: {'any length' if self.has_any_batch else 'the length of the example'}",
+        ]
+        rest = [one for one in (*self.layers, *self.products, *self.others) if one.how == "float"]
+        if rest:
+            rows = [(one.path or "the model", one.name, one.why) for one in rest]
+            lines += ["", table(["module", "operator in float", "why"], list(dict.fromkeys(rows)))]
+        return "\n".join(lines)
+
+
+def _share(operators: tuple[LitertOperator, ...]) -> float:
+    total = sum(one.multiplications for one in operators)
+    return sum(one.multiplications for one in operators if one.how != "float") / total if total else 0.0
+
+
+def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
+    """Returns the report of a graph."""
+    layers, products, others, counts = [], [], [], dict[str, int]()
+    for operator in graph.operators:
+        counts[operator.code] = counts.get(operator.code, 0) + 1
+        how = how_computed(operator)
+        made = LitertOperator(operator.path, operator.code, how, operator.products, operator.why_float)
+        if operator.code in _LAYERS:
+            layers.append(made)
+        elif operator.products:
+            products.append(made)
+        elif how == "float" and operator.code not in _FREE:
+            others.append(dataclasses.replace(made, why=_FLOAT))
+    moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
+    return LitertExport(tuple(layers), tuple(products), tuple(others), moves, counts, size, has_any_batch)
+
+
+def how_computed(operator: Operator) -> str:
+    """Returns how an operator is computed: "int8", "dynamic" or "float"."""
+    if any(tensor.dtype not in ("float32",) for tensor in operator.outputs):
+        return "int8"
+    weight = operator.inputs[1] if len(operator.inputs) > 1 and operator.code in _LAYERS else None
+    return "dynamic" if weight is not None and weight.dtype in ("int8", "int4") else "float"

@@ -1,0 +1,1 @@
+"""LiteRT, the runtime of .tflite files, with XNNPACK."""
