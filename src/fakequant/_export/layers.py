@@ -11,7 +11,7 @@ from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.golden.integer_layer import IntegerLayer, biases, float_weight
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant.nn._records import NAME, find_record
-from fakequant.nn._recurrent import Recurrence
+from fakequant.nn._recurrent import Recurrence, Sequences
 from fakequant.spec import QuantSpec
 
 
@@ -98,17 +98,16 @@ class ExportedRecurrence(Recurrence):
 
     path: str
 
-    def length(self, x: Tensor, axis: int) -> int:
-        """Returns the number of steps. Raises DynamicLength if it is not fixed."""
-        steps = x.shape[axis]
-        if isinstance(steps, torch.SymInt):
+    def sequences(self, x: Tensor, axis: int) -> Sequences:
+        """Returns sequences whose steps are written one by one. Raises DynamicLength if their length is not fixed."""
+        if isinstance(x.shape[axis], torch.SymInt):
             raise DynamicLength(
                 f"The length of the sequences of {self.path or 'the recurrent layer'} is dynamic (axis {axis} of its "
                 "input), but a file has one node for each step, so the file keeps the length of the example.\n"
                 "Use dynamic_batch=False, or `dynamic_shapes` that leave the axis of time out, such as "
                 f"{{{1 - axis}: 'batch'}} for this input."
             )
-        return steps
+        return super().sequences(x, axis)
 
 
 def make_recurrences_exportable(golden: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,15 @@ def parse_call(name: str) -> tuple[str, int]:
     """
     match = _NUMBER.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, 0)
+
+
+def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
+    """Yields the nodes of an ONNX graph in the order in which they run, those of a body before the node that runs it."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+        yield node
 
 
 def array_of(tensor: "onnx.TensorProto", folder: str | os.PathLike[str]) -> "np.ndarray[Any, Any]":

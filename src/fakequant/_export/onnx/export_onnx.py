@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -138,8 +139,9 @@ def export_onnx(
         require_float32(golden, args, kwargs)
         names, results = results_of(golden.eval(), args, kwargs)
         integers, floats = layers_of(golden)
+        calls = make_exportable(golden)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
-        modules = _finish(program, opset, goal)
+        modules = _write_steps(program, golden, calls, opset, goal) | _finish(program, opset, goal)
         program.metadata_props[notes.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
         if output_names is None:
@@ -220,7 +222,6 @@ def _name_outputs(graph: "Graph", names: Sequence[str]) -> None:
 
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
-    make_exportable(model)
     leaves.return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with quiet_exporter(), torch.no_grad():
@@ -246,7 +247,7 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
 
 def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program that torch's exporter makes of a model."""
-    from fakequant._export.onnx import format_lowering, lowering
+    from fakequant._export.onnx import format_lowering, lowering, recurrent
 
     with FunctionForms():
         program = torch.onnx.export(
@@ -256,7 +257,11 @@ def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shape
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=shapes,
-            custom_translation_table={**lowering.TRANSLATIONS, **format_lowering.TRANSLATIONS},
+            custom_translation_table={
+                **lowering.TRANSLATIONS,
+                **format_lowering.TRANSLATIONS,
+                **recurrent.TRANSLATIONS,
+            },
             verbose=False,
         )
     assert program is not None
@@ -312,6 +317,24 @@ def _fresh(inputs: Any) -> Any:
 def _lengths(args: Args, kwargs: Kwargs) -> list[str]:
     found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
     return [" and ".join(sorted(found)) or "none"]
+
+
+def _write_steps(
+    program: "Model", model: nn.Module, calls: "Counter[str]", opset: int, target: Target
+) -> "dict[Node, str]":
+    """Writes recurrent layers as Scan nodes. Returns the modules of the nodes of their steps."""
+    from fakequant._export.onnx import recurrent
+
+    modules: dict[Node, str] = {}
+
+    def export(step: nn.Module, args: tuple[Tensor, ...]) -> "Model":
+        with quiet_exporter(), torch.no_grad():
+            body = torch_export(step, args, {}, max(opset, TORCHS_LOWEST), first_axes(args, {}, "batch"))
+        modules.update(_finish(body, opset, target))
+        return body
+
+    recurrent.write_scans(program, model, calls, export)
+    return modules
 
 
 def _finish(program: "Model", opset: int, target: Target) -> "dict[Node, str]":
