@@ -28,6 +28,7 @@ from fakequant._export.notes import (
     digest_of_graph,
     nodes_of,
     parse_call,
+    tensors_of,
 )
 from fakequant._export.onnx.export_onnx import TORCHS_LOWEST, quiet_exporter, torch_export
 from fakequant._export.onnx.exported_modules import tensors_in_file
@@ -62,15 +63,15 @@ class OnnxSession(Session):
         self.model = load(path)
         # Where tensors are that are not in the file itself.
         self.folder = Path(path).resolve().parent
-        self.has_external_data = any(tensor.external_data for tensor in self.model.graph.initializer)
+        self.has_external_data = any(tensor.external_data for tensor in tensors_of(self.model.graph))
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
         # By the same name: the number of the call of each of these quantizers.
         self.calls: dict[str, list[int]] = {}
         # By the same name: the names of the scale and the zero point, if they are computed at run time.
         self.dynamic: dict[str, tuple[str, str]] = {}
-        # By the same names, and those of their scales and zero points, if they are inside a loop: the number of the Scan
-        # among the nodes of the graph, and the name there. Outside of it they have an axis of steps.
+        # By the same names, and those of their scales and zero points, if they are inside a loop: the number of the
+        # Scan among the nodes of the graph, and the name there. Outside of it they have an axis of steps.
         self.steps: dict[str, tuple[int, str]] = {}
         for scan, node in _in_scans(self.model.graph):
             notes = {p.key: p.value for p in node.metadata_props}
@@ -85,7 +86,7 @@ class OnnxSession(Session):
                 if node.op_type == "DynamicQuantizeLinear":
                     self.dynamic[outputs[0]] = outputs[1], outputs[2]
         self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
-        self.constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        self.constants = {tensor.name: tensor for tensor in tensors_of(self.model.graph)}
         self.inputs = [value.name for value in self.model.graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in self.model.graph.output]
         noted = json.loads(_noted(self.model, OUTPUTS) or "null")
@@ -254,7 +255,7 @@ class OnnxSession(Session):
 
     def cannot_load(self, error: Exception) -> ValueError:
         """Returns the error to raise if the runtime refuses the file."""
-        types = {tensor.data_type for tensor in self.model.graph.initializer}
+        types = {tensor.data_type for tensor in tensors_of(self.model.graph)}
         advice = _OLDER_TYPES if types & _NEW_TYPES else _ADVICE
         return ValueError(f"{self.name} cannot load {self.path}: {error}\n{advice}")
 
@@ -341,7 +342,7 @@ _WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes(_pac
 
 def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
     """Yields the name of each weight, or part of a weight, that a file stores as codes, and the path of its layer."""
-    for tensor in model.graph.initializer:
+    for tensor in tensors_of(model.graph):
         match = _WEIGHT.fullmatch(tensor.name)
         if match is not None:
             yield match["weight"], match["layer"] or ""

@@ -31,9 +31,8 @@ from fakequant._export.example import (
     results_of,
     without_autocast,
 )
-from fakequant._export.failures import place_of, reason_of, root_of
+from fakequant._export.failures import place_of, reason_of
 from fakequant._export.function_forms import FunctionForms
-from fakequant._export.layers import DynamicLength
 from fakequant._export.onnx.exported_modules import make_exportable
 from fakequant._export.onnx.report import OnnxExport, layers_of
 from fakequant._model import leaves
@@ -150,10 +149,11 @@ def export_onnx(
         outputs = [value.name for value in program.graph.outputs]
         program.metadata_props[notes.OUTPUTS] = json.dumps(dict(zip(outputs, names, strict=True)))
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
-        program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, program.graph.initializers)))
+        constants = {name: value for graph in program.graphs() for name, value in graph.initializers.items()}
+        program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, constants)))
         program.metadata_props[notes.TARGET] = goal.name
         program.metadata_props[notes.PARAMETERS] = notes.digest_of_parameters(golden)
-        size = sum(value.const_value.nbytes for value in program.graph.initializers.values() if value.const_value)
+        size = sum(value.const_value.nbytes for value in constants.values() if value.const_value)
         with TemporaryDirectory(dir=unfinished.parent, prefix=f"{unfinished.name}.") as folder:
             files = [Path(folder) / Path(path).name]
             if size > _LARGEST_FILE if external_data is None else external_data:
@@ -232,9 +232,6 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
         try:
             return torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
-            root = root_of(error)
-            if isinstance(root, DynamicLength):
-                raise root from None
             if shapes is None:
                 raise ValueError(_REFUSED.format(reason_of(error), place_of(error, model))) from error
             try:
@@ -327,10 +324,11 @@ def _write_steps(
 
     modules: dict[Node, str] = {}
 
-    def export(step: nn.Module, args: tuple[Tensor, ...]) -> "Model":
+    def export(path: str, step: nn.Module, args: tuple[Tensor, ...]) -> "Model":
         with quiet_exporter(), torch.no_grad():
             body = torch_export(step, args, {}, max(opset, TORCHS_LOWEST), first_axes(args, {}, "batch"))
-        modules.update(_finish(body, opset, target))
+        _finish(body, opset, target)
+        modules.update(dict.fromkeys(body.graph, path))
         return body
 
     recurrent.write_scans(program, model, calls, export)

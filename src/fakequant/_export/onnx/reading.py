@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fakequant._export.notes import nodes_of
+from fakequant._export.notes import nodes_of, tensors_of
 from fakequant._util.packages import require
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def file_weights(path: str | os.PathLike[str]) -> Iterator[FileWeight]:
         model = onnx.load(path)
     except Exception as error:
         raise ValueError(f"{path} is not an ONNX model: {error}") from error
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = {tensor.name: tensor for tensor in tensors_of(model.graph)}
     nodes = list(nodes_of(model.graph))
     for node in nodes:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):

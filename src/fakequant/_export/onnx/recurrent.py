@@ -7,7 +7,8 @@
               results of all steps, last state
 
 For torch's exporter all steps are one operator. One step is exported by itself, and becomes the body of the Scan. Its
-tensors are in the graph of the file, under the names that they have there in other layers.
+tensors are in the body too: ONNX Runtime looks for 4-bit weights only there, and its steps are faster without tensors
+from outside.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from fakequant._export.onnx.lowering import DOMAIN, operator_of
 from fakequant.nn._records import NAME, find_record
 from fakequant.nn._recurrent import Advance, Recurrence, Sequences, State
 
-# Exports a module for arguments with a first axis of any length, and lowers it.
-ExportStep = Callable[[nn.Module, tuple[Tensor, ...]], ir.Model]
+# Exports and lowers a step of the layer with a path, for arguments with a first axis of any length.
+ExportStep = Callable[[str, nn.Module, tuple[Tensor, ...]], ir.Model]
 
 
 # --- during torch's export ------------------------------------------------------------------------
@@ -57,6 +57,7 @@ class ScannedRecurrence(Recurrence):
     path: str
 
     def sequences(self, x: Tensor, axis: int) -> Sequences:
+        """Returns sequences whose steps are one operator."""
         return _AllSteps(x.shape[axis], axis, self.path)
 
 
@@ -95,6 +96,10 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 # --- after torch's export -------------------------------------------------------------------------
 
 
+# What the names of a step's parameters start with.
+_LAYER = "layer."
+
+
 class _Step(nn.Module):
     """One step of one layer and direction."""
 
@@ -119,7 +124,7 @@ def write_scans(program: ir.Model, golden: nn.Module, calls: Counter[str], expor
         products, *states = node.inputs
         widths = [value.shape[-1] for value in (products, *states)]  # type: ignore[union-attr,index]
         step = _Step(golden.get_submodule(path), suffix, calls).eval()
-        body = export(step, tuple(torch.zeros(2, int(width)) for width in widths)).graph  # type: ignore[call-overload]
+        body = export(path, step, tuple(torch.zeros(2, int(width)) for width in widths)).graph  # type: ignore[arg-type]
         _Scan(program.graph, node, body, path, suffix, number[path, suffix]).run()
         number[path, suffix] += 1
 
@@ -143,7 +148,7 @@ class _Scan:
         self.name = f"{call_name(f'{self.start}step_{suffix}', call)}/"
 
     def run(self) -> None:
-        self._take_constants()
+        self._name_constants()
         for value in (*self.body.inputs, *(out for node in self.body for out in node.outputs)):
             value.name = f"{self.name}{value.name}"
         for node in self.body:
@@ -177,22 +182,12 @@ class _Scan:
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         self.graph.remove(self.node, safe=True)
 
-    def _take_constants(self) -> None:
-        """Moves the tensors of a step to the graph of the file. Calls of one layer share them."""
+    def _name_constants(self) -> None:
+        """Names the tensors of a step as other layers name theirs."""
         for old, value in list(self.body.initializers.items()):
             del self.body.initializers[old]
-            name = f"{self.start}{old.removeprefix('layer.')}" if old.startswith("layer.") else old
-            if not (name.startswith(self.products) or name != old):
-                name = f"{self.name}{old}"
-            there = self.graph.initializers.get(name)
-            if there is not None and _are_equal(there, value):
-                ir.convenience.replace_all_uses_with(value, there)
-                continue
-            value.name = name if there is None else f"{self.name}{old}"
-            self.graph.register_initializer(value)
-
-
-def _are_equal(a: ir.Value, b: ir.Value) -> bool:
-    assert a.const_value is not None
-    assert b.const_value is not None
-    return a.dtype == b.dtype and np.array_equal(a.const_value.numpy(), b.const_value.numpy())
+            if old.startswith(_LAYER):
+                value.name = f"{self.start}{old.removeprefix(_LAYER)}"
+            elif not old.startswith(self.products):
+                value.name = f"{self.name}{old}"
+            self.body.register_initializer(value)
