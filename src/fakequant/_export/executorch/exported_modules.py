@@ -246,7 +246,7 @@ class ExportedRecurrence(Recurrence):
             raise DynamicLength(
                 f"The length of the sequences of {self.path or 'the recurrent layer'} is dynamic (axis {axis} of its "
                 "input), but a file has one node for each step, so the file keeps the length of the example.\n"
-                "Use dynamic_batch=False, or `dynamic_shapes` that leave the axis of time out, such as "
+                "Leave `max_batch` out, or use `dynamic_shapes` that leave the axis of time out, such as "
                 f"{{{1 - axis}: 'batch'}} for this input."
             )
         return super().sequences(x, axis)
