@@ -88,7 +88,7 @@ def main() -> int:
                 start = time.process_time()
                 fq.export_onnx(model, paths[name], x[:, :number], dynamic_shapes=axes)
                 row[f"export, {number} frames"] = time.process_time() - start
-            checked = fq.verify(model, paths[name], [x, torch.randn(2, FRAMES[1], 40)])
+            checked = fq.verify(model, paths[name], [x, torch.randn(2, FRAMES[1], 40)], accuracy_level=1)
             assert checked.ok, checked.problem
             row["codes"] = sum(tensor.codes for tensor in checked.tensors)
             row["differ"] = sum(tensor.runtime_differ for tensor in checked.tensors)
