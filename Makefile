@@ -69,6 +69,7 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
 	$(PY) benchmarks/digits_last_points.py --json benchmarks/results/latest-digits-last-points.json
 	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
+	$(PY) benchmarks/bench_recurrent_export.py --json benchmarks/results/latest-recurrent-export.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json
 	$(PY) benchmarks/ptq_digits.py --json benchmarks/results/latest-ptq-digits.json

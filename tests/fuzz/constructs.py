@@ -122,7 +122,7 @@ def convolution(draft: Draft, x: str, outputs: int, *, same: bool = False) -> st
 
 
 def steps(draft: Draft) -> str:
-    """Returns a sequence of few steps: exporters write every step of a recurrent layer."""
+    """Returns a sequence of few steps: some exporters write every step of a recurrent layer."""
     x = draft.pick(3)
     if draft.shape(x)[1] > 7:
         raise UnsuitableError

@@ -146,39 +146,88 @@ def test_exported_file_has_integer_kernels_and_the_same_codes(name, tmp_path):
     assert set(steps.values()) <= {STEPS, STEPS // 2}  # with `proj_size`, the state has 3 of 6 elements
 
 
-def test_a_state_of_zeros_has_no_range(tmp_path):
-    """Runtimes take another scale for it, which multiplies zeros."""
+class Stateful(nn.Module):
+    """One layer that is called twice. Its first state is an input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.GRU(6, 6, num_layers=2)
+
+    def forward(self, x, h):
+        y, h = self.rnn(x, h)
+        return self.rnn(y, h)
+
+
+def test_steps_of_two_calls_of_a_layer_follow_each_other(tmp_path):
+    onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    model = calibrated(MODELS["LSTM, both directions"](), recipes.int8_dynamic(target="onnxruntime-vnni"))
-    fq.export_onnx(model, tmp_path / "model.onnx", randn(2, STEPS, 5))
-    found = fq.verify(model, tmp_path / "model.onnx", [randn(8, STEPS, 5, seed=2)])
+    batches = [{"x": randn(steps, n, 6), "h": randn(2, n, 6, seed=2)} for steps, n in ((3, 2), (5, 4), (1, 1))]
+    model = fq.calibrate(fq.prepare(Stateful(), X86, batches[0]), batches, progress=False).eval()
+    axes = {"x": {0: "time", 1: "batch"}, "h": {1: "batch"}}
+    fq.export_onnx(model, tmp_path / "model.onnx", batches[0], dynamic_shapes=axes)
+    found = fq.verify(model, tmp_path / "model.onnx", batches)
     assert found.ok, found.problem
-    assert "rnn.hh_l0_reverse.input_quantizer" in [tensor.path for tensor in found.tensors]
+    codes = {tensor.path: tensor.codes for tensor in found.tensors}
+    assert codes["rnn.hh_l1.input_quantizer"] == 2 * 6 * (3 * 2 + 5 * 4 + 1)
+    assert all(tensor.runtime_differ == tensor.runtime_ties for tensor in found.tensors)
+
+    file = onnx.load(tmp_path / "model.onnx")
+    body = next(a.g for node in file.graph.node if node.op_type == "Scan" for a in node.attribute if a.name == "body")
+    codes = next(tensor for tensor in body.initializer if tensor.name == "rnn.hh_l0.weight_codes")
+    codes.raw_data = bytes([codes.raw_data[0] ^ 1]) + codes.raw_data[1:]
+    onnx.save(file, tmp_path / "model.onnx")
+    assert not fq.verify(model, tmp_path / "model.onnx", batches[:1]).ok
 
 
-DYNAMIC = {
-    "dynamic batch on the axis of time": ({}, False, 0, "{1: 'batch'}"),
-    "dynamic_shapes, time first": ({"dynamic_shapes": ({0: "time", 1: "batch"},)}, False, 0, "{1: 'batch'}"),
-    "dynamic_shapes, batch first": ({"dynamic_shapes": ({0: "batch", 1: "time"},)}, True, 1, "{0: 'batch'}"),
+# Without ranges of its own: a state of zeros has none, and runtimes take another scale for it, which multiplies zeros.
+ANY_LENGTH = {
+    "time first": (X86, {"batch_first": False}, ({0: "time", 1: "batch"},)),
+    "dynamic batch on the axis of time": (X86, {"batch_first": False}, None),
+    "batch first, scales at run time": (
+        recipes.int8_dynamic(target="onnxruntime-vnni"),
+        {"batch_first": True, "bidirectional": True},
+        ({0: "batch", 1: "time"},),
+    ),
+    "4-bit weights": (recipes.int4_weight_only(-1), {"batch_first": True}, ({0: "batch", 1: "time"},)),
 }
 
 
-@pytest.mark.parametrize(("options", "batch_first", "axis", "fix"), DYNAMIC.values(), ids=DYNAMIC)
-def test_dynamic_sequence_length_is_one_error_with_the_fix(options, batch_first, axis, fix, tmp_path):
-    pytest.importorskip("onnx")
-    model = calibrated(Classifier(nn.RNN, batch_first=batch_first))
-    with pytest.raises(ValueError, match=f"sequences of rnn is dynamic .axis {axis}") as caught:
-        fq.export_onnx(model, tmp_path / "model.onnx", randn(STEPS, STEPS, 5), **options)
-    assert "dynamic_batch=False" in str(caught.value)
-    assert fix in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_time_first_exports_with_a_dynamic_batch_on_axis_1(tmp_path):
+@pytest.mark.parametrize("name", sampled(ANY_LENGTH, "time first", "batch first, scales at run time", "4-bit weights"))
+def test_a_file_has_one_step_for_sequences_of_any_length(name, tmp_path):
+    onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    model = calibrated(Classifier(nn.RNN), x=randn(STEPS, 8, 5))
-    fq.export_onnx(model, tmp_path / "model.onnx", randn(STEPS, 2, 5), dynamic_shapes=({1: "batch"},))
-    assert fq.verify(model, tmp_path / "model.onnx", [randn(STEPS, n, 5) for n in (1, 7)]).ok
+    config, options, axes = ANY_LENGTH[name]
+    model, path = calibrated(Classifier(nn.LSTM, **options), config), tmp_path / "model.onnx"
+    fq.export_onnx(model, path, randn(4, 4, 5), dynamic_shapes=axes)
+    nodes = [node.op_type for node in onnx.load(path).graph.node]
+    assert nodes.count("Scan") == 1 + options.get("bidirectional", False)
+    assert not {"Sigmoid", "Tanh"} & set(nodes)
+    shapes = [(7, 4), (1, 4)] if axes is None else [(7, 3), (1, 2), (2, 1)]
+    batches = [randn(*(shape[::-1] if options["batch_first"] else shape), 5, seed=2) for shape in shapes]
+    found = fq.verify(model, path, batches, accuracy_level=1)
+    assert found.ok, found.problem
+    quantizers = [tensor.path for tensor in found.tensors]
+    assert ("rnn.hh_l0.input_quantizer" in quantizers) == (name != "4-bit weights")
+
+
+def test_layers_in_a_loop_have_no_known_kernel_in_openvino(tmp_path):
+    pytest.importorskip("openvino")
+    model = calibrated(MODELS["LSTM, both directions"](), recipes.int8(target="openvino"))
+    axes = ({0: "batch", 1: "time"},)
+    fq.export_onnx(model, tmp_path / "model.onnx", randn(2, STEPS, 5), dynamic_shapes=axes)
+    found = fq.verify(model, tmp_path / "model.onnx", [randn(8, 7, 5, seed=2)])
+    assert found.ok, found.problem
+    assert found.kernels["rnn.hh_l0"] == "TensorIterator"
+    assert {tensor.path: tensor.codes for tensor in found.tensors}["rnn.hh_l0_reverse.input_quantizer"] == 8 * 7 * 6
+
+
+def test_a_file_for_executorch_has_the_length_of_the_example(tmp_path):
+    pytest.importorskip("executorch")
+    model, axes = calibrated(Classifier(nn.RNN), recipes.int8(target="xnnpack")), {0: torch.export.Dim("time", max=9)}
+    with pytest.raises(ValueError, match=r"sequences of rnn is dynamic \(axis 0"):
+        fq.export_executorch(model, tmp_path / "model.pte", randn(STEPS, STEPS, 5), dynamic_shapes=(axes,))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_prepared_layer_exports_with_torch_export():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,24 @@ def parse_call(name: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (name, 0)
 
 
+def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
+    """Yields the nodes of an ONNX graph in the order in which they run. Those of a body are before its own node."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+        yield node
+
+
+def tensors_of(graph: "onnx.GraphProto") -> "Iterator[onnx.TensorProto]":
+    """Yields the constants of an ONNX graph and of the bodies of its loops."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from tensors_of(attribute.g)
+
+
 def array_of(tensor: "onnx.TensorProto", folder: str | os.PathLike[str]) -> "np.ndarray[Any, Any]":
     """Returns the values of a tensor of an ONNX file in a folder. They may be in another file there."""
     import onnx
@@ -62,9 +81,13 @@ def digest_of_graph(model: "onnx.ModelProto", folder: str | os.PathLike[str] = "
     It does not depend on whether tensors are in a second file in the folder.
     """
     seen = hashlib.sha256()
-    graph = model.graph
     for opset in model.opset_import:
         _add(seen, "opset", opset.domain, str(opset.version))
+    _add_graph(seen, model.graph, folder)
+    return seen.hexdigest()
+
+
+def _add_graph(seen: "hashlib._Hash", graph: "onnx.GraphProto", folder: str | os.PathLike[str]) -> None:
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             _add(seen, kind, value.name, value.type.SerializeToString(deterministic=True))
@@ -74,10 +97,13 @@ def digest_of_graph(model: "onnx.ModelProto", folder: str | os.PathLike[str] = "
     for node in graph.node:
         _add(seen, "node", node.domain, node.op_type, *node.input, "to", *node.output)
         for attribute in sorted(node.attribute, key=lambda a: a.name):
-            _add(seen, attribute.SerializeToString(deterministic=True))
+            if attribute.HasField("g"):
+                _add(seen, "body", attribute.name)
+                _add_graph(seen, attribute.g, folder)
+            else:
+                _add(seen, attribute.SerializeToString(deterministic=True))
         for note in sorted(node.metadata_props, key=lambda p: p.key):
             _add(seen, "note", note.key, note.value)
-    return seen.hexdigest()
 
 
 def digest_of_parameters(golden: nn.Module) -> str:

@@ -26,7 +26,9 @@ from fakequant._export.notes import (
     TENSORS,
     array_of,
     digest_of_graph,
+    nodes_of,
     parse_call,
+    tensors_of,
 )
 from fakequant._export.onnx.export_onnx import TORCHS_LOWEST, quiet_exporter, torch_export
 from fakequant._export.onnx.exported_modules import tensors_in_file
@@ -61,23 +63,30 @@ class OnnxSession(Session):
         self.model = load(path)
         # Where tensors are that are not in the file itself.
         self.folder = Path(path).resolve().parent
-        self.has_external_data = any(tensor.external_data for tensor in self.model.graph.initializer)
+        self.has_external_data = any(tensor.external_data for tensor in tensors_of(self.model.graph))
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
         # By the same name: the number of the call of each of these quantizers.
         self.calls: dict[str, list[int]] = {}
         # By the same name: the names of the scale and the zero point, if they are computed at run time.
         self.dynamic: dict[str, tuple[str, str]] = {}
-        for node in self.model.graph.node:
+        # By the same names, and those of their scales and zero points, if they are inside a loop: the number of the
+        # Scan among the nodes of the graph, and the name there. Outside of it they have an axis of steps.
+        self.steps: dict[str, tuple[int, str]] = {}
+        for scan, node in _in_scans(self.model.graph):
             notes = {p.key: p.value for p in node.metadata_props}
             if QUANTIZER in notes:
                 calls = [parse_call(line) for line in notes[QUANTIZER].split("\n")]
-                self.codes[node.output[0]] = ([quantizer for quantizer, _ in calls], _offset(notes, path))
-                self.calls[node.output[0]] = [number for _, number in calls]
+                outputs = list(node.output)
+                if scan is not None:
+                    outputs = [f"{name}_of_steps" for name in node.output]
+                    self.steps |= {name: (scan, inside) for name, inside in zip(outputs, node.output, strict=True)}
+                self.codes[outputs[0]] = ([quantizer for quantizer, _ in calls], _offset(notes, path))
+                self.calls[outputs[0]] = [number for _, number in calls]
                 if node.op_type == "DynamicQuantizeLinear":
-                    self.dynamic[node.output[0]] = node.output[1], node.output[2]
+                    self.dynamic[outputs[0]] = outputs[1], outputs[2]
         self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
-        self.constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        self.constants = {tensor.name: tensor for tensor in tensors_of(self.model.graph)}
         self.inputs = [value.name for value in self.model.graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in self.model.graph.output]
         noted = json.loads(_noted(self.model, OUTPUTS) or "null")
@@ -94,7 +103,7 @@ class OnnxSession(Session):
                 "A second file must be where it was written: next to the first one, and no link."
             ) from error
         self.is_as_written = _noted(self.model, GRAPH) == digest
-        self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
+        self.random_operators = sorted({node.op_type for node in nodes_of(self.model.graph) if _draws(node)})
 
     @classmethod
     def opens(cls, path: str | os.PathLike[str]) -> bool:
@@ -166,6 +175,9 @@ class OnnxSession(Session):
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         for name in self.watched_names(codes):
+            if name in self.steps:
+                number, inside = self.steps[name]
+                _add_scan_output(model.graph.node[number], inside, name)
             if name not in self.outputs:
                 model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
         written: bytes = model.SerializeToString()
@@ -193,11 +205,15 @@ class OnnxSession(Session):
         for name, (paths, offset) in self.codes.items():
             if name not in values:
                 continue
+            # Inside a loop each step is a call, after those of the sequences before.
+            is_steps = name in self.steps
+            found, *qparams = (values[one] if is_steps else values[one][None] for one in self.watched_names([name]))
             for path, call in zip(paths, self.calls[name], strict=True):
-                run.codes.setdefault(path, {})[call] = _as_codes(values[name], offset)
-                if name in self.dynamic:
-                    scale, zero_point = self.dynamic[name]
-                    run.qparams.setdefault(path, {})[call] = values[scale], values[zero_point]
+                codes = run.codes.setdefault(path, {})
+                first = len(codes) if is_steps else call
+                codes.update(enumerate(_as_codes(found, offset), first))
+                if qparams:
+                    run.qparams.setdefault(path, {}).update(enumerate(zip(*qparams, strict=True), first))
         return run
 
     @property
@@ -246,7 +262,7 @@ class OnnxSession(Session):
 
     def cannot_load(self, error: Exception) -> ValueError:
         """Returns the error to raise if the runtime refuses the file."""
-        types = {tensor.data_type for tensor in self.model.graph.initializer}
+        types = {tensor.data_type for tensor in tensors_of(self.model.graph)}
         advice = _OLDER_TYPES if types & _NEW_TYPES else _ADVICE
         return ValueError(f"{self.name} cannot load {self.path}: {error}\n{advice}")
 
@@ -275,6 +291,25 @@ def load(path: str | os.PathLike[str]) -> "onnx.ModelProto":
     except Exception as error:
         raise ValueError(f"{path} is not an ONNX model: {error}\n{_ADVICE}") from error
     return model
+
+
+def _in_scans(graph: "onnx.GraphProto") -> "Iterator[tuple[int | None, onnx.NodeProto]]":
+    """Yields the nodes of a graph with the number of the Scan in whose body they are, or None."""
+    for number, node in enumerate(graph.node):
+        if node.op_type == "Scan":
+            yield from ((number, inside) for attribute in node.attribute for inside in attribute.g.node)
+        yield None, node
+
+
+def _add_scan_output(node: "onnx.NodeProto", inside: str, name: str) -> None:
+    """Adds an output to a Scan: a value of its body, for all steps in the order in which they run."""
+    onnx = require("onnx", "onnx")
+    for attribute in node.attribute:
+        if attribute.name == "body":
+            attribute.g.output.append(onnx.helper.make_empty_tensor_value_info(inside))
+        elif attribute.name == "scan_output_directions":
+            attribute.ints.append(0)
+    node.output.append(name)
 
 
 def _noted(model: "onnx.ModelProto", key: str) -> str | None:
@@ -314,7 +349,7 @@ _WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes(_pac
 
 def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
     """Yields the name of each weight, or part of a weight, that a file stores as codes, and the path of its layer."""
-    for tensor in model.graph.initializer:
+    for tensor in tensors_of(model.graph):
         match = _WEIGHT.fullmatch(tensor.name)
         if match is not None:
             yield match["weight"], match["layer"] or ""
@@ -322,7 +357,7 @@ def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
 
 def readers_of(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
     """Returns a node that reads each value, by the name of the value."""
-    return {name: node for node in graph.node for name in node.input}
+    return {name: node for node in nodes_of(graph) for name in node.input}
 
 
 def weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":

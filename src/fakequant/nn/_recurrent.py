@@ -163,9 +163,9 @@ class Recurrence(LayerRecord):
 
     base = QuantizedRecurrentLayer
 
-    def length(self, x: Tensor, axis: int) -> int:
-        """Returns the number of steps."""
-        return x.shape[axis]
+    def sequences(self, x: Tensor, axis: int) -> "Sequences":
+        """Returns how the steps of a batch, whose time is `axis`, are computed."""
+        return Sequences(x.shape[axis], axis)
 
 
 class RecurrentKind(OwnerKind):
@@ -211,11 +211,10 @@ class Recurrent(RecurrentKind):
         is_batched = input.dim() == 3
         axis = 1 if layer.batch_first and is_batched else 0  # of time
         x = input if is_batched else input.unsqueeze(1)
-        steps = layer._fakequant.length(x, axis)
-        if not steps:
+        if not x.shape[axis]:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         states = _first_states(layer, x, x.shape[1 - axis], hx, 3 if is_batched else 2)
-        y, last = _run(layer, x, states, _Whole(steps, axis))
+        y, last = _run(layer, x, states, layer._fakequant.sequences(x, axis))
         if not is_batched:
             y, last = y.squeeze(1), tuple(state.squeeze(1) for state in last)
         return quantize_output(layer, y), last if layer.mode == "LSTM" else last[0]
@@ -252,21 +251,24 @@ def _first_states(layer: AnyLayer, x: Tensor, batch: int, hx: Any, dims: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Whole:
+class Sequences:
     """A batch of sequences of the same length."""
 
     length: int
     # The axis of time in the input and the result of the layer. In between it is 0.
     axis: int
 
-    def split(self, products: Tensor, *, first: bool) -> list[Tensor]:
+    def split(self, products: Tensor, *, first: bool) -> Any:
+        """Returns the products of the input by step. `first` and `last` are True in the first and the last layer."""
         axis = self.axis if first else 0
         return [products.select(axis, step) for step in range(self.length)]
 
-    def join(self, results: list[Tensor], *, last: bool) -> Tensor:
+    def join(self, results: Any, *, last: bool) -> Tensor:
+        """Returns the results of all steps as one tensor."""
         return torch.stack(results, self.axis if last else 0)
 
-    def run(self, advance: "_Advance", products: list[Tensor], state: State, *, reverse: bool) -> tuple[Any, State]:
+    def run(self, advance: "Advance", products: Any, state: State, *, reverse: bool) -> tuple[Any, State]:
+        """Returns the results of all steps, in the order of time, and the last state."""
         results: list[Any] = [None] * self.length
         for step in range(self.length)[:: -1 if reverse else 1]:
             state = advance(products[step], state)
@@ -287,7 +289,7 @@ class _Packed:
     def join(self, results: list[Tensor], *, last: bool) -> Tensor:
         return torch.cat(results)
 
-    def run(self, advance: "_Advance", products: list[Tensor], state: State, *, reverse: bool) -> tuple[Any, State]:
+    def run(self, advance: "Advance", products: list[Tensor], state: State, *, reverse: bool) -> tuple[Any, State]:
         if reverse:
             return self._backward(advance, products, state)
         results, ended = [], []
@@ -300,7 +302,7 @@ class _Packed:
         parts = [state, *reversed(ended)]
         return results, tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
-    def _backward(self, advance: "_Advance", products: list[Tensor], first: State) -> tuple[Any, State]:
+    def _backward(self, advance: "Advance", products: list[Tensor], first: State) -> tuple[Any, State]:
         results: list[Any] = [None] * len(self.sizes)
         state = tuple(part[:0] for part in first)
         for step in range(len(self.sizes))[::-1]:
@@ -313,15 +315,16 @@ class _Packed:
         return results, state
 
 
-class _Advance:
+class Advance:
     """One direction of one layer. A call returns the next state. Use it in a `with` statement."""
 
     def __init__(self, layer: AnyLayer, suffix: str) -> None:
+        self.suffix = suffix
         self._formula = FORMULAS[layer.mode]
         self._hidden = Steps(getattr(layer, f"hh_{suffix}"))
         self._projection = Steps(getattr(layer, f"hr_{suffix}")) if layer.proj_size else None
 
-    def __enter__(self) -> "_Advance":
+    def __enter__(self) -> "Advance":
         for steps in (self._hidden, self._projection):
             if steps is not None:
                 steps.__enter__()
@@ -337,7 +340,7 @@ class _Advance:
         return (h if self._projection is None else self._projection(h), *rest)
 
 
-def _run(layer: AnyLayer, x: Tensor, states: list[State], batch: _Whole | _Packed) -> tuple[Tensor, State]:
+def _run(layer: AnyLayer, x: Tensor, states: list[State], batch: Sequences | _Packed) -> tuple[Tensor, State]:
     """Returns the results of the last layer, and the last states of all layers and directions."""
     directions = ("", "_reverse") if layer.bidirectional else ("",)
     ends: list[State] = []
@@ -346,7 +349,7 @@ def _run(layer: AnyLayer, x: Tensor, states: list[State], batch: _Whole | _Packe
         for direction in directions:
             suffix = f"l{number}{direction}"
             products = batch.split(getattr(layer, f"ih_{suffix}")(x), first=number == 0)
-            with _Advance(layer, suffix) as advance:
+            with Advance(layer, suffix) as advance:
                 found, end = batch.run(advance, products, states[len(ends)], reverse=bool(direction))
             results.append(batch.join(found, last=number == layer.num_layers - 1))
             ends.append(end)

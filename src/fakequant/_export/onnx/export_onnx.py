@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -30,9 +31,8 @@ from fakequant._export.example import (
     results_of,
     without_autocast,
 )
-from fakequant._export.failures import place_of, reason_of, root_of
+from fakequant._export.failures import place_of, reason_of
 from fakequant._export.function_forms import FunctionForms
-from fakequant._export.layers import DynamicLength
 from fakequant._export.onnx.exported_modules import make_exportable
 from fakequant._export.onnx.report import OnnxExport, layers_of
 from fakequant._model import leaves
@@ -138,8 +138,9 @@ def export_onnx(
         require_float32(golden, args, kwargs)
         names, results = results_of(golden.eval(), args, kwargs)
         integers, floats = layers_of(golden)
+        calls = make_exportable(golden)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
-        modules = _finish(program, opset, goal)
+        modules = _write_steps(program, golden, calls, opset, goal) | _finish(program, opset, goal)
         program.metadata_props[notes.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
         if output_names is None:
@@ -148,10 +149,11 @@ def export_onnx(
         outputs = [value.name for value in program.graph.outputs]
         program.metadata_props[notes.OUTPUTS] = json.dumps(dict(zip(outputs, names, strict=True)))
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
-        program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, program.graph.initializers)))
+        constants = {name: value for graph in program.graphs() for name, value in graph.initializers.items()}
+        program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, constants)))
         program.metadata_props[notes.TARGET] = goal.name
         program.metadata_props[notes.PARAMETERS] = notes.digest_of_parameters(golden)
-        size = sum(value.const_value.nbytes for value in program.graph.initializers.values() if value.const_value)
+        size = sum(value.const_value.nbytes for value in constants.values() if value.const_value)
         with TemporaryDirectory(dir=unfinished.parent, prefix=f"{unfinished.name}.") as folder:
             files = [Path(folder) / Path(path).name]
             if size > _LARGEST_FILE if external_data is None else external_data:
@@ -220,7 +222,6 @@ def _name_outputs(graph: "Graph", names: Sequence[str]) -> None:
 
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
-    make_exportable(model)
     leaves.return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with quiet_exporter(), torch.no_grad():
@@ -231,9 +232,6 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
         try:
             return torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
-            root = root_of(error)
-            if isinstance(root, DynamicLength):
-                raise root from None
             if shapes is None:
                 raise ValueError(_REFUSED.format(reason_of(error), place_of(error, model))) from error
             try:
@@ -246,7 +244,7 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
 
 def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program that torch's exporter makes of a model."""
-    from fakequant._export.onnx import format_lowering, lowering
+    from fakequant._export.onnx import format_lowering, lowering, recurrent
 
     with FunctionForms():
         program = torch.onnx.export(
@@ -256,7 +254,11 @@ def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shape
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=shapes,
-            custom_translation_table={**lowering.TRANSLATIONS, **format_lowering.TRANSLATIONS},
+            custom_translation_table={
+                **lowering.TRANSLATIONS,
+                **format_lowering.TRANSLATIONS,
+                **recurrent.TRANSLATIONS,
+            },
             verbose=False,
         )
     assert program is not None
@@ -312,6 +314,25 @@ def _fresh(inputs: Any) -> Any:
 def _lengths(args: Args, kwargs: Kwargs) -> list[str]:
     found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
     return [" and ".join(sorted(found)) or "none"]
+
+
+def _write_steps(
+    program: "Model", model: nn.Module, calls: "Counter[str]", opset: int, target: Target
+) -> "dict[Node, str]":
+    """Writes recurrent layers as Scan nodes. Returns the modules of the nodes of their steps."""
+    from fakequant._export.onnx import recurrent
+
+    modules: dict[Node, str] = {}
+
+    def export(path: str, step: nn.Module, args: tuple[Tensor, ...]) -> "Model":
+        with quiet_exporter(), torch.no_grad():
+            body = torch_export(step, args, {}, max(opset, TORCHS_LOWEST), first_axes(args, {}, "batch"))
+        _finish(body, opset, target)
+        modules.update(dict.fromkeys(body.graph, path))
+        return body
+
+    recurrent.write_scans(program, model, calls, export)
+    return modules
 
 
 def _finish(program: "Model", opset: int, target: Target) -> "dict[Node, str]":

@@ -25,7 +25,7 @@ from fakequant._convert.golden.integer_layer import (
     sums_have_one_scale,
 )
 from fakequant._convert.golden.quantizer import GoldenQuantizer
-from fakequant._export.layers import StoredLayer, dynamic_grid, make_recurrences_exportable, stored_layer
+from fakequant._export.layers import StoredLayer, dynamic_grid, stored_layer
 from fakequant._export.notes import call_name
 from fakequant._export.onnx import operators
 from fakequant._export.onnx.formats import (
@@ -35,6 +35,7 @@ from fakequant._export.onnx.formats import (
     rounded,
     stored_format,
 )
+from fakequant._export.onnx.recurrent import make_recurrences_scans
 from fakequant._prepare.attach import attach_layer
 from fakequant._runtimes import find
 from fakequant._runtimes.target import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE, WeightRules
@@ -304,11 +305,14 @@ def grid_of(grid: GoldenQuantizer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, i
 
 
 @torch.no_grad()
-def make_exportable(golden: nn.Module) -> None:
-    """Prepares a converted model, in place and irreversibly, for torch's exporter."""
+def make_exportable(golden: nn.Module) -> Counter[str]:
+    """Prepares a converted model, in place and irreversibly, for torch's exporter.
+
+    Returns what will count the calls of its grids.
+    """
     calls: Counter[str] = Counter()
     weights = find(conversion(golden).target).weights
-    make_recurrences_exportable(golden)
+    make_recurrences_scans(golden)
     golden.register_forward_pre_hook(lambda *_: calls.clear())
     for path, module in golden.named_modules():
         if isinstance(module, ExpertProduct) and not isinstance(module, IntegerLayer):
@@ -332,6 +336,7 @@ def make_exportable(golden: nn.Module) -> None:
             if isinstance(module, ExpertProduct) and isinstance(stored, Stored):
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
+    return calls
 
 
 def _stored_bits(layer: IntegerLayer, rules: WeightRules) -> int:

@@ -40,6 +40,7 @@ def operator_of(
     texts: Sequence[str] = ("name",),
     *,
     has_scale: bool = True,
+    outputs: Sequence[str] = ("y",),
 ) -> Op:
     """Returns an operator whose further inputs are a scale and an optional zero point.
 
@@ -49,6 +50,7 @@ def operator_of(
         numbers: The names of attributes that are integers.
         texts: The names of attributes that are strings.
         has_scale: Whether there are these further inputs.
+        outputs: The names of its outputs, which are floats.
     """
     schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
     parameter, optional = schema.FormalParameter, schema.FormalParameterOption.Optional
@@ -62,7 +64,7 @@ def operator_of(
             *(parameter(one, kind) for one, kind in inputs.items()),
             *([parameter("scale", "F"), parameter("zero_point", "Z", param_option=optional)] if has_scale else []),
         ],
-        outputs=[parameter("y", "F")],
+        outputs=[parameter(one, "F") for one in outputs],
         type_constraints=[constraints[kind] for kind in sorted({"F", *(["Z"] if has_scale else []), *inputs.values()})],
         attributes=[schema.Attribute(*attribute) for attribute in attributes],
     )

@@ -12,7 +12,7 @@ from fakequant._export.onnx.lowering import UnsupportedOpset, constant_of, input
 # Newer versions only added element types, or an attribute that can be removed.
 _WIDENED = {
     "Add", "BatchNormalization", "CumSum", "Div", "Equal", "Greater", "GreaterOrEqual", "Identity", "LeakyRelu", "Less",
-    "LessOrEqual", "Mul", "PRelu", "Pad", "Pow", "Relu", "Reshape", "Shape", "Split", "Sqrt", "Sub", "Where",
+    "LessOrEqual", "Mul", "PRelu", "Pad", "Pow", "Relu", "Reshape", "Scan", "Shape", "Split", "Sqrt", "Sub", "Where",
 }  # fmt: skip
 _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"}
 

@@ -9,6 +9,7 @@ one entry per block, in the shape (), (1, C, 1, 1) or (rows, groups).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,32 @@ stored: Callable[[Tensor, Tensor, Tensor | None, int, str], Tensor] = torch.ops.
 dynamic_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, str, str], Tensor] = (
     torch.ops.fakequant_export.dynamic_product.default
 )
+
+
+# --- recurrent layers ------------------------------------------------------------------------------
+#
+# All steps of one layer and direction, from the products of the input for all steps and the first state. They have a
+# shape only: the model that is exported is never run.
+
+
+def _shapes_of_steps(products: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    states = [x for x in rest if isinstance(x, Tensor)]
+    y = products.new_empty((*products.shape[:2], states[0].shape[-1]))
+    return y, *(torch.empty_like(state) for state in states)
+
+
+for _states in (1, 2):
+    _given = ", ".join(f"Tensor {name}" for name in "hc"[:_states])
+    _results = ", ".join(["Tensor"] * (1 + _states))
+    _name = f"recurrence_{_states}"
+    _LIBRARY.define(f"{_name}(Tensor products, {_given}, str path, str suffix, bool reverse) -> ({_results})")
+    torch.library.register_fake(f"fakequant_export::{_name}", _shapes_of_steps, lib=_LIBRARY)
+
+# By the number of tensors of a state. They return the results of all steps, and the last state.
+recurrences: dict[int, Callable[..., tuple[Tensor, ...]]] = {
+    1: torch.ops.fakequant_export.recurrence_1.default,
+    2: torch.ops.fakequant_export.recurrence_2.default,
+}
 
 
 # --- float formats and block scales -----------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fakequant._export.notes import nodes_of, tensors_of
 from fakequant._util.packages import require
 
 if TYPE_CHECKING:
@@ -28,18 +29,19 @@ def file_weights(path: str | os.PathLike[str]) -> Iterator[FileWeight]:
         model = onnx.load(path)
     except Exception as error:
         raise ValueError(f"{path} is not an ONNX model: {error}") from error
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
+    constants = {tensor.name: tensor for tensor in tensors_of(model.graph)}
+    nodes = list(nodes_of(model.graph))
+    for node in nodes:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
             constants[node.output[0]] = node.attribute[0].t
     coded = set()
-    for node in model.graph.node:
+    for node in nodes:
         if node.op_type == "DequantizeLinear" and all(name in constants for name in node.input if name):
             coded.update(node.input)
             if len(constants[node.input[0]].dims) >= 2:
                 yield _dequantized(node, constants)
         if node.op_type in ("MatMulInteger", "ConvInteger") and node.input[1] in constants:
-            scale = _scale_of_products(node, model.graph, constants)
+            scale = _scale_of_products(node, nodes, constants)
             if scale is not None:
                 coded.update((node.input[1], scale))
                 yield _of_integer_product(node, scale, constants)
@@ -75,13 +77,13 @@ def _dequantized(node: "onnx.NodeProto", constants: "dict[str, onnx.TensorProto]
 
 
 def _scale_of_products(
-    node: "onnx.NodeProto", graph: "onnx.GraphProto", constants: "dict[str, onnx.TensorProto]"
+    node: "onnx.NodeProto", nodes: "list[onnx.NodeProto]", constants: "dict[str, onnx.TensorProto]"
 ) -> str | None:
     """Returns the scale of the weight of an integer product, as onnxruntime.quantization writes it: the product is cast
     and multiplied by the scale of the input times that of the weight."""
-    makers = {name: other for other in graph.node for name in other.output}
+    makers = {name: other for other in nodes for name in other.output}
     reached = {node.output[0]}
-    for other in graph.node:  # which are in the order in which they run
+    for other in nodes:  # which are in the order in which they run
         if other.op_type == "Cast" and other.input[0] in reached:
             reached.update(other.output)
         if other.op_type == "Mul" and reached.intersection(other.input):

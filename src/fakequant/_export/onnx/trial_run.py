@@ -15,6 +15,7 @@ from torch import Tensor
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._export.failures import in_modules
+from fakequant._export.notes import tensors_of
 from fakequant._runtimes import part
 from fakequant._runtimes.target import Target
 
@@ -52,7 +53,7 @@ def require_runs(
     model returns for the inputs, and `modules` what `modules_of_nodes` returned.
     """
     written = onnx.load(path, load_external_data=False)
-    if {tensor.data_type for tensor in written.graph.initializer} & _WITHOUT_KERNELS:
+    if {tensor.data_type for tensor in tensors_of(written.graph)} & _WITHOUT_KERNELS:
         return
     tensors = [np.asarray(leaf.detach()) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     feed = dict(zip((value.name for value in written.graph.input), tensors, strict=True))

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fakequant._export.notes import nodes_of
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes.onnx_session import OnnxSession, layers_of_weights, load, readers_of, weight_node
 from fakequant._runtimes.onnxruntime.running import EXACT_LEVEL, PROVIDERS, options
@@ -48,11 +49,11 @@ class OnnxRuntimeSession(OnnxSession):
         self.kernels = {path: "?" if node is None else node.op_type for path, node in nodes.items()}
         self.integers = {path for path, kernel in self.kernels.items() if kernel in INTEGER_KERNELS}
         self.lookups = {path for path, kernel in self.kernels.items() if kernel in _LOOKUP_KERNELS}
-        tables = {node.output[0] for node in optimized.node if node.op_type == "DequantizeLinear"}
+        tables = {node.output[0] for node in nodes_of(optimized) if node.op_type == "DequantizeLinear"}
         self.whole_tables = {path for path in self.lookups if _reads(nodes[path], tables)}
         # The layers, or nodes of none, whose inputs a session with the default accuracy level rounds.
         paths = {node.output[0]: path for path, node in nodes.items() if node is not None}
-        self.rounded = [paths.get(node.output[0], node.name) for node in optimized.node if _rounds_input(node)]
+        self.rounded = [paths.get(node.output[0], node.name) for node in nodes_of(optimized) if _rounds_input(node)]
 
     @cached_property
     def session(self) -> Any:

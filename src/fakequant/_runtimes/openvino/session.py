@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Why the codes of a quantizer are not read.
 _ADDED = "its codes are not read, because OpenVINO would compute the addition after it differently"
 _CHANGES = "reading its codes changes the results of some batches"
+# The kernel of all layers in a loop.
+_LOOP = "TensorIterator"
 # The kernels that compute layers.
 _LAYERS = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Gather")
 
@@ -58,6 +60,7 @@ class OpenVinoSession(OnnxSession):
     def _find_kernels(self) -> None:
         """Finds the kernel of each layer."""
         kernels, readers = list(_kernels(self.plain)), readers_of(self.model.graph)
+        outside = {name for node in self.model.graph.node for name in node.output}
         for weight, layer in layers_of_weights(self.model):
             node = weight_node(readers, weight)
             kernel = None if node is None else _kernel_of(node, readers, kernels)
@@ -66,6 +69,8 @@ class OpenVinoSession(OnnxSession):
             if layer in self.kernels and layer not in self.integers:
                 continue  # if the parts of a weight have different kernels, one in float is reported
             self.kernels[layer] = "?" if kernel is None else f"{kernel.kind} {kernel.dtype}"
+            if node is not None and node.output[0] not in outside:
+                self.kernels[layer] = _LOOP
             self.integers.discard(layer)
             if kernel is not None and kernel.dtype == "I8":
                 self.integers.add(layer)
@@ -94,6 +99,8 @@ class OpenVinoSession(OnnxSession):
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
         if self.operator_of(layer) == "ConvTranspose":
             return "there is no integer kernel for transposed convolutions"
+        if self.kernels[layer] == _LOOP:
+            return "it is in a loop, and OpenVINO does not name the kernels in loops"
         weight = self.initializer(f"{layer}.weight_zero_point" if layer else "weight_zero_point")
         if weight is not None and weight.any():
             return "its weight has a zero point, for which there is no integer kernel"
