@@ -300,8 +300,9 @@ class _Measure:
             return row
         self._score(row, _FileModel(opened, self.model, self.batches[0]))
         if self.seconds:
-            settings = {"runtime": session.key, "seconds": self.seconds}
-            row.latencies, row.float_bytes = latencies(self.model, path, self.batches[0], self.threads, **settings)
+            row.latencies, row.float_bytes = latencies(
+                self.model, path, self.batches[0], self.threads, runtime=session.key, seconds=self.seconds
+            )
         return row
 
     def _score(self, row: CardRow, model: nn.Module) -> None:
