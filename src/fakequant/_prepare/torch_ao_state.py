@@ -51,7 +51,8 @@ def load_torch_ao_state(model: nn.Module, state: Mapping[str, Tensor] | nn.Modul
     Fused layers are taken apart: the batch norm of `conv.bn.weight` is found where the model has it. Weights get the
     scales that they were trained with, divided by the factors of the batch norm that torch.ao has folded into them
     first, so that `convert` finds the same codes. These scales are frozen. Ranges of activations are kept, and continue
-    to follow the data in training. Histograms and fixed scales are no ranges. Weights of fewer than 8 bits keep their own scales.
+    to follow the data in training. Histograms and fixed scales are no ranges. Weights of fewer than 8 bits keep their
+    own scales.
 
     Args:
         model: The same network without stubs or with them, prepared by `prepare`.
