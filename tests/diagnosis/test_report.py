@@ -40,7 +40,7 @@ def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
     figures = {p.name for p in (page.parent / "figures").iterdir()}
     tensors = [f"{p}-{w}.png" for p, _ in fq.nn.named_quantizers(model) for w in ("values", "codes")]
     others = ["layers-sqnr", "sensitivity", "history-clipped", "history-levels_used", "history-scale_drift"]
-    assert figures == {*tensors, *(f"{name}.png" for name in [*others, "history-oscillating"])}
+    assert figures == {*tensors, *(f"{name}.png" for name in [*others, "history-oscillating", "history-ranges"])}
     assert text.count("<svg ") == text.count("<figcaption>") == len(figures)
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (page.parent / "figures").iterdir())
     assert fq.info().version in text

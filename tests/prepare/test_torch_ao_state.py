@@ -121,3 +121,19 @@ def test_states_that_do_not_fit_change_nothing(loaded):
         fq.load_torch_ao_state(model, Residual(eager).state_dict(), X)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) or before[name].isnan().all() for name in before)
+
+
+def test_ranges_of_fx_mode_are_found_by_their_order_in_the_graph_not_in_the_state():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 3))
+
+    x = torch.randn(16, 8)
+    old = quantize_fx.prepare_qat_fx(network().train(), ao.get_default_qat_qconfig_mapping("x86"), x)
+    old(x)
+    model = fq.prepare(network(), fq.recipes.int8(), x)
+    assert fq.load_torch_ao_state(model, old, x) == ["0.2.input_quantizer"]  # torch.ao has a fixed scale for tanh
+    for path, number in (("0.0", 0), ("2", 3)):
+        observer = old.get_submodule(f"activation_post_process_{number}").activation_post_process
+        quantizer = model.get_submodule(path).input_quantizer or model[1].output_quantizer
+        assert quantizer.running_max == observer.max_val

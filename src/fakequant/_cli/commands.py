@@ -458,8 +458,8 @@ def run_card(options: argparse.Namespace) -> Answer:
         seconds=0.0 if options.no_time else 1.0,
         steps=options.steps,
     )
-    shown = {"text": str, "markdown": type(found).to_markdown, "html": type(found).to_html}
-    return Answer(shown[options.format](found), found.to_dict(), 0 if found.ok else 1)
+    text = {"text": str(found), "markdown": found.to_markdown(), "html": found.to_html()}[options.format]
+    return Answer(text, found.to_dict(), 0 if found.ok else 1)
 
 
 def add_audit(commands: Commands) -> None:

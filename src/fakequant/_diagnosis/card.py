@@ -140,13 +140,17 @@ class Card(Shown):
             ("agrees with float", lambda row: "" if row.agreement is None else f"{row.agreement:.2%}"),
             ("SQNR dB", lambda row: "" if row.sqnr is None else f"{row.sqnr:.2f}"),
             ("bytes", lambda row: "" if row.bytes is None else f"{row.bytes:,}"),
-            *((f"ms, {n} thread{'s' * (n > 1)}", partial(_time, threads=n)) for n in threads),
+            *((f"ms, {_counted(n, 'thread')}", partial(_time, threads=n)) for n in threads),
             ("in integers", lambda row: "" if row.share is None else f"{row.share:.1%}"),
             ("verify", _verdict),
             ("training step", lambda row: "" if row.training_step is None else f"x {row.training_step:.2f}"),
         ]
         filled = [(name, cell) for name, cell in columns if any(map(cell, rows))]
         return [name for name, _ in filled], [[cell(row) or "-" for _, cell in filled] for row in rows]
+
+
+def _counted(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def _number(value: float | None) -> str:
@@ -248,9 +252,11 @@ def _conditions(rows: list[CardRow], batches: list[Any]) -> list[str]:
         shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in timed.shapes)
         lines.append(f"times: medians, of a batch of {shapes}, the file and the float model in turns")
     if any(row.training_step for row in rows):
-        lines.append(f"training step: in torch with {torch.get_num_threads()} threads, relative to the float model")
+        lines.append(
+            f"training step: in torch with {_counted(torch.get_num_threads(), 'thread')}, relative to the float model"
+        )
     if any(row.agreement is not None for row in rows):
-        lines.append(f"agrees with float: rows with the same argmax, in {len(batches)} batches")
+        lines.append(f"agrees with float: rows with the same argmax, in {_counted(len(batches), 'batch', 'batches')}")
     lines.append(f"fakequant {version('fakequant')}, torch {torch.__version__}, kernels for {_native.target()}")
     return lines
 
@@ -294,8 +300,9 @@ class _Measure:
             return row
         self._score(row, _FileModel(opened, self.model, self.batches[0]))
         if self.seconds:
-            settings = {"runtime": session.key, "seconds": self.seconds}
-            row.latencies, row.float_bytes = latencies(self.model, path, self.batches[0], self.threads, **settings)
+            row.latencies, row.float_bytes = latencies(
+                self.model, path, self.batches[0], self.threads, runtime=session.key, seconds=self.seconds
+            )
         return row
 
     def _score(self, row: CardRow, model: nn.Module) -> None:

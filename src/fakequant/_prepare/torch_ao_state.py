@@ -12,13 +12,14 @@ Names in such checkpoints, for a layer at `conv` and a batch norm at `bn`, which
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.checks import EPS
 from fakequant._backends.torch import tensor_functions
+from fakequant._moves import SAME_VALUES, SELECTING_NAMES, TRACED_MODULES, TRACED_NAMES
 from fakequant._prepare.attach import preparation
 from fakequant._prepare.flow_graph import Call, FlowGraph, norm_pairs
 from fakequant._prepare.prepare import unprepare
@@ -30,6 +31,15 @@ from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
 _WEIGHT, _RESULT = "weight_fake_quant", "activation_post_process"
+# The lowest and highest values of results, by the call, or by the path of the module that returned them.
+_Ranges = dict[Any, tuple[Tensor, Tensor] | None]
+# What computes values within the range of its operand, or is fused with the layer before.
+_OF_SAME_RANGE = (
+    nn.ReLU, nn.modules.batchnorm._BatchNorm, nn.Identity, nn.Dropout, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+)  # fmt: skip
+_AVERAGES = ("mean", *(f"{name}_pool{n}d" for name in ("avg", "adaptive_avg") for n in (1, 2, 3)))
+_SAME_RANGE = {"relu", "relu_", "dropout", *_AVERAGES, *TRACED_NAMES, *SELECTING_NAMES, *SAME_VALUES}
 # A quantizer in a checkpoint, by its path: the names and values below it.
 _Theirs = dict[str, dict[str, Tensor]]
 
@@ -41,7 +51,8 @@ def load_torch_ao_state(model: nn.Module, state: Mapping[str, Tensor] | nn.Modul
     Fused layers are taken apart: the batch norm of `conv.bn.weight` is found where the model has it. Weights get the
     scales that they were trained with, divided by the factors of the batch norm that torch.ao has folded into them
     first, so that `convert` finds the same codes. These scales are frozen. Ranges of activations are kept, and continue
-    to follow the data in training. Weights of fewer than 8 bits keep their own scales.
+    to follow the data in training. Histograms and fixed scales are no ranges. Weights of fewer than 8 bits keep their
+    own scales.
 
     Args:
         model: The same network without stubs or with them, prepared by `prepare`.
@@ -84,10 +95,10 @@ def load_torch_ao_state(model: nn.Module, state: Mapping[str, Tensor] | nn.Modul
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer) and f"{path}.{_WEIGHT}" in theirs:
             _set_weight_scale(module, theirs[f"{path}.{_WEIGHT}"], _norm_of(model, path, norms))
-    ranges = _ranges(float_model, graph, theirs, list(given))
+    ranges = _ranges(float_model, graph, theirs)
     lacking = []
     for path, quantizer, call in _activations(model, graph):
-        found = _range_of(call, ranges)
+        found = _range_of(float_model, call, ranges)
         if found is None:
             lacking.append(path)
         else:
@@ -177,9 +188,9 @@ def _set_weight_scale(layer: Any, theirs: dict[str, Tensor], norm: Any) -> None:
 # --- ranges of activations --------------------------------------------------------------------------
 
 
-def _ranges(model: nn.Module, graph: FlowGraph, theirs: _Theirs, names: list[str]) -> dict[Any, tuple[Tensor, Tensor]]:
+def _ranges(model: nn.Module, graph: FlowGraph, theirs: _Theirs) -> _Ranges:
     """Returns the lowest and highest value of results, by the call, or by the path of the module that returned them."""
-    found: dict[Any, tuple[Tensor, Tensor]] = {}
+    found: _Ranges = {}
     for path, state in theirs.items():
         owner, _, name = path.rpartition(".")
         if name == _RESULT:
@@ -188,55 +199,28 @@ def _ranges(model: nn.Module, graph: FlowGraph, theirs: _Theirs, names: list[str
     stubs = [path for path in found if type(model.get_submodule(path)).__name__ == "QuantStub"]
     if len(inputs) == len(stubs) == 1:
         found[inputs[0]] = found[stubs[0]]
-    numbered = [path for path in dict.fromkeys(_quantizer_path(name) for name in names) if path in theirs]
-    segments = _segments([path for path in numbered if not path.endswith((f".{_WEIGHT}", f".{_RESULT}"))], names)
-    if not segments:
-        return found
-    for (layer, paths), (following, _) in pairwise([*segments, (None, [])]):
-        units = _units(model, graph, layer, following)
-        if paths and layer is not None:
-            found[layer] = _ends(theirs[paths[0]])
-        elif paths and len(inputs) == 1:
-            found[inputs[0]] = _ends(theirs[paths[0]])
-        if len(units) == len(paths) - 1:
-            found |= {unit: _ends(theirs[path]) for unit, path in zip(units, paths[1:], strict=True)}
+    numbered = sorted((path for path in theirs if "." not in path and path.startswith(f"{_RESULT}_")), key=_number)
+    units = [*inputs, *_units(model, graph, theirs)]
+    if len(units) == len(numbered):  # otherwise it is not known which is which
+        found |= {unit: _ends(theirs[path]) for unit, path in zip(units, numbered, strict=True)}
     return found
 
 
-def _quantizer_path(name: str) -> str:
-    parts = name.split(".")
-    place = next((i for i, part in enumerate(parts) if part == _WEIGHT or part.startswith(_RESULT)), len(parts))
-    return ".".join(parts[: place + 1])
+def _number(path: str) -> int:
+    return int(path.removeprefix(f"{_RESULT}_"))
 
 
-def _segments(numbered: list[str], names: list[str]) -> list[tuple[str | None, list[str]]]:
-    """Returns each layer of a checkpoint of FX mode with the quantizers behind it. None is before the first layer."""
-    if not numbered:
-        return []
-    segments: list[tuple[str | None, list[str]]] = [(None, [])]
-    for path in dict.fromkeys(map(_quantizer_path, names)):
-        if path in numbered:
-            segments[-1][1].append(path)
-        elif path.endswith(f".{_WEIGHT}"):
-            segments.append((path.removesuffix(f".{_WEIGHT}"), []))
-    return segments
-
-
-def _units(model: nn.Module, graph: FlowGraph, layer: str | None, following: str | None) -> list[Call]:
-    """Returns the calls between two layers whose results FX mode quantizes: all but those that are fused."""
-    places = {call.path: number for number, call in enumerate(graph.calls) if call.kind == "module"}
-    end = len(graph.calls) if following is None else places.get(following, 0)
-    between = graph.calls[0 if layer is None else places.get(layer, end) + 1 : end]
+def _units(model: nn.Module, graph: FlowGraph, theirs: _Theirs) -> list[Call]:
+    """Returns the calls whose results FX mode quantizes, in order: all but those that are fused with the one before."""
+    units: list[Call] = []
     fused: set[Call] = set()
     for call in graph.calls:
-        if call.kind == "module" and call.path == layer:
-            fused |= set(_fused_behind(model, call))
-    units: list[Call] = []
-    for call in between:
         if call in fused or call.kind not in ("module", "function"):
             continue
-        if _is_relu(model, call) and units and call.inputs[:1] == units[-1:]:
-            units[-1] = call  # with the addition before it
+        if call.kind == "module" and f"{call.path}.{_WEIGHT}" in theirs:
+            fused |= set(_fused_behind(model, call))
+        if _is_relu(model, call) and units and call.inputs == [units[-1]]:
+            units[-1] = call  # of an addition
         else:
             units.append(call)
     return units
@@ -257,7 +241,7 @@ def _fused_behind(model: nn.Module, call: Call) -> Iterator[Call]:
         yield call
 
 
-def _range_of(call: Call | None, ranges: dict[Any, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+def _range_of(model: nn.Module, call: Call | None, ranges: _Ranges) -> tuple[Tensor, Tensor] | None:
     """Returns the range of a call's result: its own, or that of the result from which it was computed."""
     while call is not None:
         found = ranges.get(call) or ranges.get(call.path) if call.kind == "module" else ranges.get(call)
@@ -266,8 +250,16 @@ def _range_of(call: Call | None, ranges: dict[Any, tuple[Tensor, Tensor]]) -> tu
         for path in (*call.returned_by, call.path.rpartition(".")[0]):  # the second: in nn.quantized.FloatFunctional
             if path in ranges:
                 return ranges[path]
-        call = call.inputs[0] if len(call.inputs) == 1 else None
+        call = call.inputs[0] if len(call.inputs) == 1 and _keeps_range(model, call) else None
     return None
+
+
+def _keeps_range(model: nn.Module, call: Call) -> bool:
+    """Returns True if a call computes what torch.ao gives the range of its operand, or fuses with the layer before."""
+    if call.kind == "module":
+        module = model.get_submodule(call.path)
+        return isinstance(module, _OF_SAME_RANGE) or type(module) in TRACED_MODULES
+    return call.function_name in _SAME_RANGE
 
 
 def _activations(model: nn.Module, graph: FlowGraph) -> Iterator[tuple[str, Quantizer, Call | None]]:
@@ -286,13 +278,11 @@ def _activations(model: nn.Module, graph: FlowGraph) -> Iterator[tuple[str, Quan
         yield path, quantizer, call
 
 
-def _ends(state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _ends(state: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Returns the range of an activation, or None if its observer has none: histograms, and scales that are fixed."""
     lo, hi = (state.get(f"{_RESULT}.{end}_val") for end in ("min", "max"))
     if lo is None or hi is None or lo.numel() != 1:
-        raise ValueError(
-            "`state` has a quantizer of an activation without a minimum and a maximum per tensor.\n"
-            "Only min-max and moving-average observers per tensor can be loaded: calibrate instead."
-        )
+        return None
     return lo, hi
 
 
@@ -305,5 +295,5 @@ def _set_range(quantizer: Any, lo: Tensor, hi: Tensor) -> None:
         quantizer.refresh()
         quantizer._stale = False
     else:
-        found = tensor_functions.choose_qparams(lo.reshape(()), hi.reshape(()), quantizer.spec)
+        found = tensor_functions.choose_qparams(lo.reshape(()), hi.reshape(()), quantizer.spec, eps=EPS)
         quantizer.set_qparams(*found)

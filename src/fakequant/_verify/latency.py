@@ -143,8 +143,10 @@ def latency(
     >>> found.runtime, found.kernels, found.median_ms > 0
     ('onnxruntime', {'0': 'QGemm'}, True)
     """
-    settings = {"runtime": runtime, "seconds": seconds, "accuracy_level": accuracy_level}
-    return latencies(model, path, example, [threads], **settings)[0][0]
+    found, _ = latencies(
+        model, path, example, [threads], runtime=runtime, seconds=seconds, accuracy_level=accuracy_level
+    )
+    return found[0]
 
 
 def latencies(
