@@ -63,9 +63,10 @@ struct LinearBackward : Node {
   }
 };
 
-// Attaches the node, if gradients are enabled.
+// Attaches the node, if autograd records this call.
 nb::object finish(Tensor&& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  if (at::GradMode::is_enabled()) {
+  const bool differentiable = x.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad());
+  if (at::GradMode::is_enabled() && differentiable) {
     auto node = make_node<LinearBackward>();
     node->x_ = SavedVariable(x, false);
     node->weight_ = SavedVariable(weight, false);

@@ -7,7 +7,7 @@ multiplies.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has_int8_products, integer_linear
 from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
@@ -38,7 +38,9 @@ def exact_product(
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
         return None
-    if x.dim() < 2 or x.numel() == 0 or weight.numel() == 0 or x.device.type not in ("cpu", "cuda"):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)):
+        return None  # a subclass, which may be spread over several processes
+    if x.numel() == 0 or weight.numel() == 0 or x.device.type not in ("cpu", "cuda"):
         return None
     if torch.is_autocast_enabled(x.device.type) or not (is_integer(x_quantizer.spec) and is_integer(quantizer.spec)):
         return None
@@ -56,7 +58,11 @@ def exact_product(
         codes = codes if codes is None else codes[rows]
         weight_grid = weight_grid.part(rows)
     found = None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
-    return integer_linear(x, weight.t() if operator is transposed_linear else weight, bias, x_grid, weight_grid, found)
+    weight = weight.t() if operator is transposed_linear else weight
+    if x.dim() > 1:
+        return integer_linear(x, weight, bias, x_grid, weight_grid, found)
+    y = integer_linear(x.unsqueeze(0), weight, bias, x_grid, weight_grid, found)
+    return None if y is None else y.squeeze(0)
 
 
 def is_integer(spec: QuantSpec) -> bool:

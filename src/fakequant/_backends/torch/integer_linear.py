@@ -9,14 +9,16 @@ The sums are the same integers however they are computed: with instructions for 
 products in parts so short that no partial sum is rounded, or in float64. The gradients are those of `F.linear`.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fakequant import _native
 from fakequant._backends.torch import compiled_nodes
-from fakequant._backends.torch.plain_memory import is_direct
+from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.torch_private import innermost_transform
 
 # Partial sums of integers are exact in float32 up to here.
 EXACT_IN_FLOAT32 = 2**24
@@ -51,13 +53,6 @@ class BiasCodes(NamedTuple):
     factor: float
 
 
-class _Context(Protocol):
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 def has_int8_products() -> bool:
     """Returns True if products of 8-bit integers are computed with instructions for them."""
     return compiled_nodes.compiled is not None and _native.has_int8_products() and torch.backends.mkldnn.enabled
@@ -82,18 +77,31 @@ def integer_linear(
         bias_codes: The bias as integers.
     """
     codes, factor = (None, 1.0) if bias_codes is None else bias_codes
-    direct = is_direct(x) and is_direct(weight)
-    if direct and compiled_nodes.compiled is not None:
-        y = compiled_nodes.compiled.integer_linear(
-            x, *x_grid, weight, *weight_grid, bias, codes, factor, _native.has_int8_products()
-        )
+    arguments = x, weight, bias, *x_grid, *weight_grid, codes, factor
+    if torch.compiler.is_compiling():
+        compiled_result: Tensor = _integer_linear(*arguments)
+        return compiled_result
+    if is_eager(x) and is_eager(weight):
+        y = _by_kernels(*arguments)
         if y is not None:
             return y
-    if direct and not (_is_on(x, x_grid.scale) and _is_on(weight, weight_grid.scale)):
-        return None
-    largest = x_grid.largest, weight_grid.largest
-    result: Tensor = _integer_linear(x, weight, bias, x_grid.scale, weight_grid.scale, *largest, codes, factor)
+        if not (_is_on(x, x_grid.scale) and _is_on(weight, weight_grid.scale)):
+            return None
+    result: Tensor = _IntegerLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def _by_kernels(
+    x: Tensor, weight: Tensor, bias: Tensor | None, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int,
+    weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias_codes: Tensor | None,
+    factor: float,
+) -> Tensor | None:  # fmt: skip
+    if compiled_nodes.compiled is None:
+        return None
+    return compiled_nodes.compiled.integer_linear(
+        x, x_scale, x_zero, x_low, x_high, weight, weight_scale, weight_zero, weight_low, weight_high, bias,
+        bias_codes, factor, _native.has_int8_products(),
+    )  # fmt: skip
 
 
 def _along(scale: Tensor, x: Tensor) -> Tensor:
@@ -106,26 +114,29 @@ def _is_on(x: Tensor, scale: Tensor) -> bool:
     return bool((((x / scale).round() * scale == x) | x.isnan()).all())
 
 
-@torch.library.custom_op("fakequant::integer_linear", mutates_args=())
-def _integer_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    x_largest: int,
-    weight_largest: int,
-    bias_codes: Tensor | None,
+def _by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int,
+    weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias_codes: Tensor | None,
     factor: float,
-) -> Tensor:
-    x_scale, column_scale = _along(x_scale, x), weight_scale.reshape(-1)
+) -> Tensor:  # fmt: skip
+    largest = (
+        IntegerGrid(x_scale, x_zero, x_low, x_high).largest,
+        IntegerGrid(weight_scale, weight_zero, weight_low, weight_high).largest,
+    )
+    column_scale = weight_scale.reshape(-1) if weight_scale.numel() > 1 else weight_scale.reshape(())
+    x_scale = _along(x_scale, x)
     levels, weight_levels = (x / x_scale).round(), (weight / _along(weight_scale, weight)).round()
-    if x.is_cuda and weight_largest <= 127 and not bool(levels.isnan().any() | weight_levels.isnan().any()):
+    if (
+        x.is_cuda
+        and innermost_transform() is None
+        and largest[1] <= 127
+        and not bool(levels.isnan().any() | weight.isnan().any())
+    ):
         sums = _on_tensor_cores(levels.flatten(0, -2), weight_levels).unflatten(0, levels.shape[:-1])
     else:
-        bound = x.shape[-1] * x_largest * weight_largest
         # float32 products on GPUs, and on the CPU if precision is not the highest, may round their operands.
-        exact = x.is_cpu and bound < EXACT_IN_FLOAT32 and torch.get_float32_matmul_precision() == "highest"
+        exact = x.is_cpu and torch.get_float32_matmul_precision() == "highest"
+        exact = exact and x.shape[-1] * largest[0] * largest[1] < EXACT_IN_FLOAT32
         dtype = torch.float32 if exact else torch.float64
         sums = levels.to(dtype) @ weight_levels.to(dtype).t()
     if bias_codes is not None:
@@ -148,35 +159,64 @@ def _on_tensor_cores(levels: Tensor, weight: Tensor) -> Tensor:
     return (sums + torch._int_mm(rest.to(torch.int8), right))[:rows, :columns]
 
 
+def _gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = dy.reshape(-1, dy.shape[-1])
+    return (
+        rows.mm(weight).reshape(x.shape) if needed[0] else None,
+        rows.t().mm(x.reshape(-1, x.shape[-1])) if needed[1] else None,
+        rows.sum(0) if needed[2] else None,
+    )
+
+
+class _IntegerLinear(torch.autograd.Function):
+    """For transforms, other devices, and without compiled nodes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _by_torch(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
+
+
+# --- for compilers --------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fakequant::integer_linear", mutates_args=())
+def _integer_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int,
+    weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias_codes: Tensor | None,
+    factor: float,
+) -> Tensor:  # fmt: skip
+    arguments = (
+        x, weight, bias, x_scale, x_zero, x_low, x_high, weight_scale, weight_zero, weight_low, weight_high, bias_codes,
+        factor,
+    )  # fmt: skip
+    with torch.no_grad():
+        y = _by_kernels(*arguments)
+        return _by_torch(*arguments) if y is None else y
+
+
 @_integer_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _keep(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], inputs[1])
 
 
-def _backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    rows = dy.reshape(-1, dy.shape[-1])
-    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-    return (
-        rows.mm(weight).reshape(x.shape) if of_x else None,
-        rows.t().mm(x.reshape(-1, x.shape[-1])) if of_weight else None,
-        rows.sum(0) if of_bias else None,
-        *[None] * 6,
-    )
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
 
 
 _integer_linear.register_autograd(_backward, setup_context=_keep)
-
-
-@_integer_linear.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    """Computes one example after the other."""
-    parts = [
-        _integer_linear(*(a if axis is None else a.select(axis, i) for a, axis in zip(args, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(parts), 0
