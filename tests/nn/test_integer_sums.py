@@ -207,4 +207,4 @@ def test_summary_says_how_sums_are_computed(monkeypatch):
     exact, floats = prepared(CONFIGS["int8"]), prepared(CONFIGS["int8"], "float")
     monkeypatch.setattr(_native, "has_int8_products", lambda: False)
     assert set(fq.summary(exact).sums.values()) == {"exact, products of floats"}
-    assert "sums of products: float in 2 layers" in str(fq.summary(floats))
+    assert "sums of products are exact in 0 of 2 layers" in str(fq.summary(floats))

@@ -4,7 +4,6 @@ The size of a part is the number of its parameters, and the number of multiplica
 matrices on the example.
 """
 
-import collections
 import dataclasses
 from collections.abc import Container
 from math import prod
@@ -94,8 +93,8 @@ class Summary(Shown):
             parts.append(table(["rule that matches nothing", "similar paths"], rows))
         parts += self.notes
         if self.sums:
-            counts = collections.Counter(self.sums.values())
-            parts.append("sums of products: " + "; ".join(f"{how} in {n} layers" for how, n in sorted(counts.items())))
+            exact = sum(how != "float" for how in self.sums.values())
+            parts.append(f"sums of products are exact in {exact} of {len(self.sums)} layers")
         parts.append(
             f"{self.parameters:,} parameters, {self.bytes_before:,} bytes in float, {self.bytes_after:,} with "
             f"quantized weights ({self.bytes_after / max(self.bytes_before, 1):.0%})"
@@ -119,6 +118,8 @@ def summary(model: nn.Module) -> Summary:
     in float | why
     ---------+--------------------------------------------------------
     1        | batch norm; it folds into 0 when the model is converted
+    <BLANKLINE>
+    sums of products are exact in 1 of 1 layers
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
     """
