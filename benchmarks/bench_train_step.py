@@ -1,6 +1,6 @@
 """Time and peak memory of a QAT step, compared with the float step and with torch.ao, torchao and brevitas.
 
-    python benchmarks/bench_train_step.py [--json FILE] [--quick] [--only SUBSTRING]
+    python benchmarks/bench_train_step.py [--json FILE] [--quick] [--real] [--only SUBSTRING]
 
 A step is forward, cross-entropy, backward, an SGD step and `zero_grad(set_to_none=True)`. There are three models:
 
@@ -8,11 +8,17 @@ A step is forward, cross-entropy, backward, an SGD step and `zero_grad(set_to_no
     CNN            a stem of 32 channels and two residual blocks, batch 32 at 32x32
     encoder        nn.TransformerEncoder: two layers of width 384, 12 heads, feed-forward 1536; 16 × 64 tokens
 
+and with --real, networks in real sizes, for which no limits are asked:
+
+    BERT blocks    nn.TransformerEncoder: two layers of width 768, 12 heads, feed-forward 3072; 4 × 128 tokens
+    resnet18, mobilenetv2_100      of timm, if it is installed; batch 8 at 224x224
+
 All contenders start from the same weights and take turns; the shortest of many steps counts. "others" and "?" have
 the same meaning as in bench_torch.py. Limits apply to two threads; figures for one thread are only reported.
 
     int8           recipes.int8(): weights per channel, activations per tensor, observed in every step
     int8, floats   the same with save_codes=False
+    float sums     the same with sums="float": products of floats in the forward pass too
     int8, x86      recipes.int8(target="onnxruntime-x86"), prepared with an example: also the results that this target
                    computes in integers are quantized
     lsq(8)         recipes.lsq(8), calibrated: all scales learned
@@ -47,6 +53,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -63,7 +70,8 @@ from fakequant import recipes
 from fakequant.nn import _saved_codes as saved_codes
 from fakequant.testing.timing import Contender
 
-FLOAT, INT8, FLOATS, X86, LSQ = "float", "int8", "int8, floats", "int8, x86", "lsq(8)"
+FLOAT, INT8, FLOATS, SUMS, X86, LSQ = "float", "int8", "int8, floats", "float sums", "int8, x86", "lsq(8)"
+OURS = (INT8, FLOATS, SUMS, X86, LSQ)
 FX, TORCHAO, BREVITAS = "torch.ao FX", "torchao", "brevitas"
 PEERS = (FX, TORCHAO, BREVITAS)
 ASKED_AT = 2  # the number of threads that limits apply to
@@ -142,9 +150,9 @@ class Task:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]  # of a batch
     seconds: float  # to measure for, with two threads
-    int8: float  # limits: time over that of the float step
-    x86: float
-    lsq: float
+    int8: float | None = None  # limits: time over that of the float step; None if none is asked
+    x86: float | None = None
+    lsq: float | None = None
     memory: float | None = None  # limit: peak memory over that of the float step; None if not measured
 
 
@@ -233,6 +241,7 @@ def contenders(model: nn.Module, x: Tensor) -> tuple[dict[str, nn.Module], dict[
         FLOAT: copy.deepcopy(model),
         INT8: ours(int8, model, x),
         FLOATS: ours(dataclasses.replace(int8, save_codes=False), model, x),
+        SUMS: ours(dataclasses.replace(int8, sums="float"), model, x),
         X86: fq.prepare(copy.deepcopy(model), recipes.int8(target="onnxruntime-x86"), x),
         LSQ: ours(recipes.lsq(8), model, x),
     }
@@ -350,10 +359,10 @@ class Figures:
         task, doubtful = self.task, not self.rows[ASKED_AT].repeated
         found = {
             "gradients": Bar(task.name, "gradients", "equal bits", self.equal_gradients, self.equal_gradients),
-            INT8: at_most(task.name, INT8, self.x_float(INT8, ASKED_AT), task.int8, doubtful),
-            X86: at_most(task.name, X86, self.x_float(X86, ASKED_AT), task.x86, doubtful),
-            LSQ: at_most(task.name, LSQ, self.x_float(LSQ, ASKED_AT), task.lsq, doubtful),
         }
+        for name, limit in ((INT8, task.int8), (X86, task.x86), (LSQ, task.lsq)):
+            if limit is not None:
+                found[name] = at_most(task.name, name, self.x_float(name, ASKED_AT), limit, doubtful)
         ratio = self.x_fastest_peer(ASKED_AT)
         if ratio is not None:
             found["peers"] = Bar(task.name, "fastest peer over int8", "> 1", ratio, ratio > 1, doubtful)
@@ -361,6 +370,19 @@ class Figures:
             memory = self.peaks[INT8] / self.peaks[FLOAT]
             found["memory"] = at_most(task.name, "int8, peak memory", memory, task.memory)
         return found
+
+
+def real_tasks() -> list[Task]:
+    found = [Task("BERT blocks", partial(Encoder, 768), (4, 128, 768), 30, memory=1.05)]
+    try:
+        import timm
+    except ImportError:
+        print("resnet18 and mobilenetv2_100 need timm\n")
+        return found
+    for name in ("resnet18", "mobilenetv2_100"):
+        build = partial(timm.create_model, name, num_classes=10)
+        found.append(Task(name, build, (8, 3, 224, 224), 60, memory=1.25))
+    return found
 
 
 def run(task: Task, seconds: float) -> Figures:
@@ -389,18 +411,18 @@ def verdict(bar: Bar | None) -> str:
 
 
 def line(model: str, what: str, cells: list[str], bar: Bar | None) -> str:
-    return f"{model:<8} | {what:<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {verdict(bar)}"
+    return f"{model:<15} | {what:<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {verdict(bar)}"
 
 
 def print_heading(cells: list[str]) -> None:
-    print(f"\n{'model':<8} | {'contender':<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {'limit':<10} | met")
+    print(f"\n{'model':<15} | {'contender':<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {'limit':<10} | met")
 
 
 def print_steps(figures: list[Figures]) -> None:
     print_heading([cell for n in THREADS for cell in (f"ms, {n} thr.", "x float")])
     for f in figures:
         bars, model = f.bars(), f.task.name
-        for name in (FLOAT, INT8, FLOATS, X86, LSQ, *PEERS):
+        for name in (FLOAT, *OURS, *PEERS):
             cells = []
             for n in THREADS:
                 doubt = " " if f.rows[n].repeated else "?"
@@ -421,10 +443,10 @@ def print_memory(figures: list[Figures]) -> None:
     if figures:
         print_heading(["peak MB", "x float"])
     for f in figures:
-        for name in (FLOAT, INT8, FLOATS, X86, LSQ, *PEERS):
+        for name in (FLOAT, *OURS, *PEERS):
             peak = f.peaks.get(name)
             cells = ["-", "-"] if peak is None else [f"{peak / 1e6:.2f}", f"{peak / f.peaks[FLOAT]:.3f}"]
-            print(line(f.task.name, name, cells, f.bars()["memory"] if name == INT8 else None))
+            print(line(f.task.name, name, cells, f.bars().get("memory") if name == INT8 else None))
 
 
 REMARKS = {  # about the encoder
@@ -466,6 +488,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="a fifth of the time")
+    parser.add_argument("--real", action="store_true", help="networks in real sizes instead")
     parser.add_argument("--only", default="", help="only models whose name contains this string")
     options = parser.parse_args()
     without_ao_warnings()
@@ -474,7 +497,8 @@ def main() -> int:
 
     facts = machine()
     print(fq.info(), f"load       {facts['load_average'][0]:.1f}\n", sep="\n")
-    figures = [run(t, t.seconds * (0.2 if options.quick else 1)) for t in TASKS if options.only in t.name]
+    tasks = real_tasks() if options.real else TASKS
+    figures = [run(t, t.seconds * (0.2 if options.quick else 1)) for t in tasks if options.only in t.name]
     print_steps(figures)
     print_memory([f for f in figures if f.peaks])
     print_remarks(figures)

@@ -368,10 +368,10 @@ int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
 
 // The entries of the KernelApi.
 template <auto kernel> struct OnTorchsThreads;
-template <class Args, void (*kernel)(const Args&)> struct OnTorchsThreads<kernel> {
-  static void run(const Args& args) {
+template <class Args, class Result, Result (*kernel)(const Args&)> struct OnTorchsThreads<kernel> {
+  static Result run(const Args& args) {
     const BorrowThreads on_its_threads(true);
-    kernel(args);
+    return kernel(args);
   }
 };
 
@@ -473,7 +473,9 @@ NB_MODULE(_native, m) {
       "kernel_api",
       [] {
         static const KernelApi api{&OnTorchsThreads<fake_quantize>::run, &OnTorchsThreads<mask_backward>::run,
-                                   &OnTorchsThreads<learned_backward>::run, &observe_on_torchs_threads};
+                                   &OnTorchsThreads<learned_backward>::run, &observe_on_torchs_threads,
+                                   &OnTorchsThreads<encode_levels>::run,    &OnTorchsThreads<scale_sums>::run,
+                                   &has_int8_products};
         return reinterpret_cast<size_t>(&api);
       },
       "The address of the kernels, for this package's other modules.");
@@ -487,6 +489,7 @@ NB_MODULE(_native, m) {
       },
       "parallel_for"_a, "num_threads"_a, "Addresses of torch's torch_parallel_for and torch_get_num_threads.");
   m.def("target", [] { return std::string(kernels().name); });
+  m.def("has_int8_products", &has_int8_products);
   m.def("compiled_targets", &compiled_targets);
   m.def("supported_targets", &supported_targets);
   m.def("select_target", &select_target, "name"_a);

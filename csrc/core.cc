@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <memory>
 
@@ -40,6 +41,15 @@ template <class F> void over_elements(int64_t size, F&& body) {
       (std::min(kElementsPerTask, share) + kRangeAlignment - 1) / kRangeAlignment * kRangeAlignment;
   const int64_t tasks = (size + per_task - 1) / per_task;
   run_tasks(tasks, [&](int64_t t) { body(t * per_task, std::min(size, (t + 1) * per_task)); });
+}
+
+// Calls body(begin, end) for ranges of rows that cover [0, rows).
+template <class F> void over_rows(int64_t rows, int64_t columns, F&& body) {
+  if (rows * columns <= kSerialElements || get_num_threads() == 1) return body(int64_t(0), rows);
+  const int64_t per_task = std::max<int64_t>(1, std::min(kElementsPerTask / std::max<int64_t>(columns, 1),
+                                                         rows / (2 * get_num_threads()) + 1));
+  const int64_t tasks = (rows + per_task - 1) / per_task;
+  run_tasks(tasks, [&](int64_t t) { body(t * per_task, std::min(rows, (t + 1) * per_task)); });
 }
 
 // --- reductions: tiles ---------------------------------------------------------------------------
@@ -128,6 +138,21 @@ void mask_backward(const MaskBackwardArgs& a) {
   prepare_output(a.dx, size_t(a.size * bytes_of(a.dtype)));
   const auto kernel = kernels().mask_backward;
   over_elements(a.size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+}
+
+int encode_levels(const EncodeLevelsArgs& a) {
+  std::atomic<int> found{0};
+  const auto kernel = kernels().encode_levels;
+  over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) {
+    if (found.load(std::memory_order_relaxed)) return;
+    if (const int reason = kernel(a, begin, end)) found.fetch_or(reason, std::memory_order_relaxed);
+  });
+  return found.load();
+}
+
+void scale_sums(const ScaleSumsArgs& a) {
+  const auto kernel = kernels().scale_sums;
+  over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
 void quantize(const QuantizeArgs& a) {

@@ -17,6 +17,9 @@ void quantize(const QuantizeArgs&);
 void dequantize(const DequantizeArgs&);
 void learned_backward(const LearnedBackwardArgs&);
 void min_max(const MinMaxArgs&);
+// Returns 0, or a reason why the values have no levels; the outputs are then undefined.
+int encode_levels(const EncodeLevelsArgs&);
+void scale_sums(const ScaleSumsArgs&);
 
 // --- observe, choose parameters, fake-quantize in one call (observe.cc) --------------------------
 
@@ -51,6 +54,8 @@ void histogram(const HistogramArgs&);
 
 // The kernels of the selected target; by default, of the best one this CPU supports.
 const KernelTable& kernels();
+// Whether the selected target may use the CPU's instructions for exact products of 8-bit integers (AVX-512 VNNI).
+bool has_int8_products();
 std::vector<std::string> compiled_targets();
 std::vector<std::string> supported_targets();  // the compiled targets that this CPU can run, best last
 // Returns false if the target is not compiled in or this CPU cannot run it.

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
+#include <string_view>
 
 #include "core.h"
 #include "targets.h"
@@ -11,7 +12,8 @@ namespace {
 
 #define FQ_TABLE(target)                                                                          \
   {#target, target::fake_quantize, target::mask_backward, target::quantize, target::dequantize,   \
-   target::learned_backward, target::min_max, target::magnitudes}
+   target::learned_backward, target::min_max, target::magnitudes,                                \
+   target::encode_levels, target::scale_sums}
 
 // Worst to best.
 const KernelTable kTables[] = {
@@ -65,8 +67,11 @@ bool cpu_can_run(const std::string& name) {
 #endif
   return avx2 && saves_zmm && has(features, bits({16, 17, 30, 31}));  // AVX-512 F, DQ, BW, VL
 }
+
+bool cpu_has_vnni() { return cpu_can_run("avx512") && has(cpuid(7).c, bits({11})); }  // AVX512_VNNI
 #else
 bool cpu_can_run(const std::string&) { return true; }
+bool cpu_has_vnni() { return false; }
 #endif
 
 const KernelTable* best_table() {
@@ -88,6 +93,11 @@ const KernelTable& kernels() {
     g_table.store(table, std::memory_order_release);
   }
   return *table;
+}
+
+bool has_int8_products() {
+  static const bool vnni = cpu_has_vnni();
+  return vnni && std::string_view(kernels().name) == "avx512";
 }
 
 std::vector<std::string> compiled_targets() {

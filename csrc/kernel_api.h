@@ -11,6 +11,9 @@ struct KernelApi {
   void (*mask_backward)(const MaskBackwardArgs&);
   void (*learned_backward)(const LearnedBackwardArgs&);
   ObserveResult (*observe_fake_quantize)(const ObserveArgs&, FakeQuantizeArgs);
+  int (*encode_levels)(const EncodeLevelsArgs&);
+  void (*scale_sums)(const ScaleSumsArgs&);
+  bool (*has_int8_products)();
 };
 
 }  // namespace fakequant

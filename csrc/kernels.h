@@ -167,6 +167,49 @@ struct MagnitudeArgs {
   bool with_sign = false;
 };
 
+// --- integer products (integer_products.cc) -------------------------------------------------------
+
+// Why the values of a matrix have no levels.
+inline constexpr int kHasNaN = 1, kOffGrid = 2;
+
+// level = x / scale, an integer from qmin - zero to qmax - zero, for every element of a matrix whose values are on a
+// grid. Exactly one of `codes` and `levels` is set. Codes are level + zero - shift.
+struct EncodeLevelsArgs {
+  const float* x;
+  int64_t rows, columns;
+  int64_t scales;  // 1, or one per row
+  const float* scale;
+  const int32_t* zero;  // as many as scales, or nullptr
+  int64_t qmin, qmax;
+  int32_t shift;
+  int8_t* codes;
+  float* levels;
+  int32_t* totals;      // of the codes (or levels) of each row
+  int32_t* magnitudes;  // the sum of the magnitudes of the levels of each row
+};
+
+// In what sums of products are given: of codes, to be corrected for zero points, or of levels.
+enum class SumKind : int { codes, i32, f32, f64 };
+
+// y = sum of products of levels * (x scale * weight scale) + bias, or with the bias as codes at the scale of the sums.
+// y may be `sums` itself if they have 32 bits.
+struct ScaleSumsArgs {
+  SumKind kind;
+  int64_t rows, columns, inner;
+  const void* sums;
+  void* y;
+  int64_t x_scales, weight_scales;  // 1, or one per row of x, or per column of the result
+  const float *x_scale, *weight_scale;
+  // For codes only. Zero points as in EncodeLevelsArgs.
+  const int32_t *x_zero, *weight_zero;
+  int32_t x_shift, weight_shift;
+  const int32_t *x_totals, *weight_totals;
+  // At most one of them is set. Codes belong to the scale divided by `code_factor`, a power of two.
+  const float* bias;
+  const double* bias_codes;
+  double code_factor;
+};
+
 // Results of one tile: one element per block in [k0, k1).
 struct LearnedTile {
   double* dscale;
@@ -193,6 +236,9 @@ struct KernelTable {
   // Processes the parameters [begin, end), which are whole batches if `outer` is not 1. Returns the number of values
   // that are not finite.
   int64_t (*magnitudes)(const MagnitudeArgs&, int64_t begin, int64_t end);
+  // Process the rows [begin, end). The first returns 0, or a reason why it did not finish.
+  int (*encode_levels)(const EncodeLevelsArgs&, int64_t begin, int64_t end);
+  void (*scale_sums)(const ScaleSumsArgs&, int64_t begin, int64_t end);
 };
 
 inline constexpr int64_t kRangeAlignment = 64;

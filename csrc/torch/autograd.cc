@@ -50,6 +50,9 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
         "has_torchs_name"_a, "grad_factor"_a);
   m.def("keep_within", &keep_within, "value"_a, "before"_a, "low"_a, "high"_a);
   m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "Returns None if torch's linear must be used.");
+  m.def("integer_linear", &integer_linear, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
+        "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),
+        "code_factor"_a, "with_int8"_a);
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,
         "Gives y, computed from x without autograd, a clipped gradient.");
   m.def("pass_through", &pass_through, "x"_a, "y"_a,

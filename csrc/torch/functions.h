@@ -66,4 +66,15 @@ bool keep_within(nb::handle value, nb::handle before, double low, double high);
 // Returns x @ weight.T + bias. Its backward pass unpacks one saved tensor at a time.
 nb::object linear(nb::handle x, nb::handle weight, nb::handle bias);
 
+// The same, with exact sums of products of levels, of values on grids of at most 8 bits. Also without gradients. Returns
+// None also if values are not on their grid, NaN for example.
+//   *_scale, *_zero   one for the tensor, one per row of x or of the weight; zero points may be None
+//   *_low, *_high     the range of the codes
+//   bias_codes        None, or the bias as integers in float64, at the scale of the sums divided by `code_factor`. They
+//                     are added to the sums; `bias` then only gets a gradient
+//   with_int8         use the CPU's instructions for products of 8-bit integers
+nb::object integer_linear(nb::handle x, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
+                          nb::handle weight, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
+                          int64_t weight_high, nb::handle bias, nb::handle bias_codes, double code_factor, bool with_int8);
+
 }  // namespace fakequant::autograd

@@ -1,13 +1,21 @@
-// A linear layer whose backward pass needs less memory if saved tensors are recomputed by hooks.
+// Linear layers: with float sums, or with exact integer sums. Their backward pass needs less memory if saved tensors are
+// recomputed by hooks.
+#include <ATen/Context.h>
+#include <ATen/ops/_int_mm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "torch/functions.h"
 #include "torch/node.h"
 #include "torch/plain_tensors.h"
+#include "torch/run_kernels.h"
 
 namespace fakequant::autograd {
 namespace {
@@ -55,27 +63,153 @@ struct LinearBackward : Node {
   }
 };
 
+// Attaches the node, if autograd records this call.
+nb::object finish(Tensor&& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  const bool differentiable = x.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad());
+  if (at::GradMode::is_enabled() && differentiable) {
+    auto node = make_node<LinearBackward>();
+    node->x_ = SavedVariable(x, false);
+    node->weight_ = SavedVariable(weight, false);
+    node->sizes_ = x.sizes().vec();
+    set_result(y, node, x, weight, bias);
+  }
+  return wrap(std::move(y));
+}
+
+bool can_multiply(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  if (x.dim() < 2 || weight.dim() != 2 || x.numel() == 0 || !x.is_contiguous()) return false;
+  for (const Tensor& t : {x, weight, bias}) {
+    if (t.defined() && (!is_simple_data(t) || t.scalar_type() != x.scalar_type())) return false;
+  }
+  return !bias.defined() || bias.is_contiguous();
+}
+
+// --- integers ------------------------------------------------------------------------------------
+
+constexpr int64_t kExactInFloat32 = 1 << 24;
+// Sums of as many products of levels, and of a bias, fit in 32 bits.
+constexpr int64_t kLongestSum = 1 << 15;
+// One of 8 x 8 bits whose sum is exact in float32 whatever the order.
+constexpr int64_t kBlock = 512;
+
+// The levels of a matrix on a grid of at most 8 bits, as codes or as floats.
+struct Levels {
+  Tensor scale, zero, values, totals, magnitudes;
+  int64_t qmin, qmax, count;
+  int32_t shift;
+
+  // Returns false for arguments that are not handled.
+  bool set_grid(nb::handle scale_object, nb::handle zero_object, int64_t low, int64_t high, int64_t rows) {
+    if (!is_tensor(scale_object)) return false;
+    scale = tensor(scale_object);
+    count = scale.numel();
+    if (count != 1 && count != rows) return false;
+    if (!buffer<float>(scale_object, count, at::kFloat)) return false;
+    if (!zero_object.is_none()) {
+      if (!buffer<int32_t>(zero_object, count, at::kInt)) return false;
+      zero = tensor(zero_object);
+      const int32_t* z = zero.const_data_ptr<int32_t>();
+      for (int64_t i = 0; i < count; ++i) {
+        if (z[i] < low || z[i] > high) return false;
+      }
+    }
+    qmin = low, qmax = high;
+    shift = low < 0 ? 0 : 128;
+    return high - low <= 255 && low >= -128 && high - shift <= 127;
+  }
+  int32_t* zeros() const { return zero.defined() ? zero.mutable_data_ptr<int32_t>() : nullptr; }
+
+  // Returns 0 or a reason why there are no levels.
+  int encode(const Tensor& x, int64_t rows, int64_t columns, bool as_codes) {
+    values = at::empty({rows, columns}, x.options().dtype(as_codes ? at::kChar : at::kFloat));
+    totals = at::empty({rows}, x.options().dtype(at::kInt));
+    magnitudes = at::empty_like(totals);
+    const EncodeLevelsArgs args{x.const_data_ptr<float>(), rows, columns, count, scale.const_data_ptr<float>(), zeros(), qmin,
+                                qmax, shift, as_codes ? values.mutable_data_ptr<int8_t>() : nullptr,
+                                as_codes ? nullptr : values.mutable_data_ptr<float>(), totals.mutable_data_ptr<int32_t>(),
+                                magnitudes.mutable_data_ptr<int32_t>()};
+    return without_gil_if_large(x.numel(), [&] { return g_kernels->encode_levels(args); });
+  }
+
+  // The largest magnitude that a level can have.
+  int64_t largest() const {
+    int64_t found = 0;
+    for (int64_t i = 0; i < (zero.defined() ? count : 1); ++i) {
+      const int64_t z = zero.defined() ? zero.const_data_ptr<int32_t>()[i] : 0;
+      found = std::max({found, qmax - z, z - qmin});
+    }
+    return found;
+  }
+};
+
+// Returns the sums of products of levels, and in what they are given.
+std::pair<Tensor, SumKind> exact_sums(const Levels& x, const Levels& weight, bool of_codes) {
+  const nb::gil_scoped_release without_gil;
+  if (of_codes) return {at::_int_mm(x.values, weight.values.t()), SumKind::codes};
+  const int64_t inner = x.values.size(1), rows = weight.values.size(0);
+  // Products of float32 may be set to round their operands.
+  const bool rounds = at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
+  if (inner > kLongestSum || rounds) return {x.values.to(at::kDouble).mm(weight.values.to(at::kDouble).t()), SumKind::f64};
+  int64_t norm = 0;
+  for (int64_t i = 0; i < rows; ++i) norm = std::max<int64_t>(norm, weight.magnitudes.const_data_ptr<int32_t>()[i]);
+  if (norm * x.largest() < kExactInFloat32) return {x.values.mm(weight.values.t()), SumKind::f32};
+  Tensor sums;
+  for (int64_t begin = 0; begin < inner; begin += kBlock) {
+    const int64_t length = std::min(kBlock, inner - begin);
+    const Tensor part = x.values.narrow(1, begin, length).mm(weight.values.narrow(1, begin, length).t()).to(at::kInt);
+    sums = sums.defined() ? sums.add_(part) : part;
+  }
+  return {sums, SumKind::i32};
+}
+
 }  // namespace
+
+nb::object integer_linear(nb::handle x_object, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
+                          nb::handle weight_object, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
+                          int64_t weight_high, nb::handle bias_object, nb::handle bias_codes, double code_factor,
+                          bool with_int8) {
+  const Tensor &x = tensor(x_object), &weight = tensor(weight_object);
+  const Tensor bias = bias_object.is_none() ? Tensor() : tensor(bias_object);
+  if (!can_multiply(x, weight, bias) || x.scalar_type() != at::kFloat || weight.numel() == 0) return nb::none();
+  const int64_t inner = x.size(-1), rows = x.numel() / inner, columns = weight.size(0);
+  if (weight.size(1) != inner || (bias.defined() && bias.numel() != columns)) return nb::none();
+  Levels left, right;
+  if (!left.set_grid(x_scale, x_zero, x_low, x_high, rows)) return nb::none();
+  if (!right.set_grid(weight_scale, weight_zero, weight_low, weight_high, columns)) return nb::none();
+  const double* codes = nullptr;
+  if (!bias_codes.is_none() && !(codes = buffer<double>(bias_codes, columns, at::kDouble))) return nb::none();
+  // torch multiplies codes one by one, slowly, where oneDNN is switched off.
+  // With one column, its result depends on memory that it must not read.
+  const bool as_codes = with_int8 && inner > 1 && inner <= kLongestSum && at::globalContext().userEnabledMkldnn();
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (left.encode(x, rows, inner, as_codes) || right.encode(weight.contiguous(), columns, inner, as_codes)) return nb::none();
+    auto [sums, kind] = exact_sums(left, right, as_codes);
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = columns;
+    y = kind == SumKind::f64 ? at::empty({rows, columns}, x.options()) : sums.view(at::kFloat);
+    const ScaleSumsArgs args{kind, rows, columns, inner, sums.const_data_ptr(), y.mutable_data_ptr(), left.count, right.count,
+                             left.scale.const_data_ptr<float>(), right.scale.const_data_ptr<float>(), left.zeros(),
+                             right.zeros(), left.shift, right.shift, left.totals.const_data_ptr<int32_t>(),
+                             right.totals.const_data_ptr<int32_t>(),
+                             bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr, codes, code_factor};
+    without_gil_if_large(rows * columns, [&] { g_kernels->scale_sums(args); });
+    y = y.view(sizes);
+  }
+  return finish(std::move(y), x, weight, bias);
+}
 
 nb::object linear(nb::handle x_object, nb::handle weight_object, nb::handle bias_object) {
   const Tensor &x = tensor(x_object), &weight = tensor(weight_object);
   const Tensor bias = bias_object.is_none() ? Tensor() : tensor(bias_object);
-  if (!at::GradMode::is_enabled() || x.dim() < 2 || weight.dim() != 2 || x.numel() == 0) return nb::none();
-  for (const Tensor& t : {x, weight, bias}) {
-    if (!t.defined()) continue;
-    if (!is_simple_data(t) || !t.is_contiguous() || t.scalar_type() != x.scalar_type()) return nb::none();
-  }
+  if (!at::GradMode::is_enabled() || !can_multiply(x, weight, bias) || !weight.is_contiguous()) return nb::none();
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::linear(x, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt);
   }
-  auto node = make_node<LinearBackward>();
-  node->x_ = SavedVariable(x, false);
-  node->weight_ = SavedVariable(weight, false);
-  node->sizes_ = x.sizes().vec();
-  set_result(y, node, x, weight, bias);
-  return wrap(std::move(y));
+  return finish(std::move(y), x, weight, bias);
 }
 
 }  // namespace fakequant::autograd

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -186,6 +186,9 @@ class QuantConfig:
     # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
     # less memory.
     save_codes: bool = True
+    # If "exact", linear layers whose inputs and weights are codes of at most 8 bits add up products of integers without
+    # rounding, as runtimes do. Results are then the same on every machine. If "float", they add up products of floats.
+    sums: Literal["exact", "float"] = "exact"
     # What the model is trained for: a runtime, such as "onnxruntime-x86", or "generic". docs/guides/export.md lists all
     # targets. Specs that the target cannot compute exactly are adapted to it.
     target: str = "generic"
@@ -213,6 +216,8 @@ class QuantConfig:
         for name in ("save_codes", "attention"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        if self.sums not in ("exact", "float"):
+            raise ValueError(f"`sums` must be 'exact' or 'float', got {self.sums!r}.")
         bits = self.first_last_bits
         if bits is not None and (type(bits) is not int or not 2 <= bits <= 16):
             raise ValueError(
@@ -253,6 +258,7 @@ class QuantConfig:
             "operands": self.operands and self.operands.to_dict(),
             "attention": self.attention,
             "save_codes": self.save_codes,
+            "sums": self.sums,
             "target": self.target,
             "first_last_bits": self.first_last_bits,
             "kv_cache": self.kv_cache and self.kv_cache.to_dict(),

@@ -35,6 +35,7 @@ WRONG = {
     "a spec: too many bits": ({"default": {"weight": {"bits": 99}}}, "`bits` must be between 2 and 32"),
     "an observer: its name": ({"default": {"weight_observer": "MinMax"}}, "bserver"),
     "an observer: empty": ({"default": {"weight_observer": {}}}, "`kind` must be one of"),
+    "sums: a bool": ({"sums": True}, "`sums` must be 'exact' or 'float', got True"),
     "save_codes: a number": ({"save_codes": 1}, "`save_codes` must be True or False, got 1"),
     "a recipe": ({"int8": {}}, "no field 'int8'; it has default, rules"),
 }

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from fakequant.nn._attention import MultiheadAttention
 from fakequant.nn._experts import Groups
 from fakequant.nn._layer_kinds import AnyLayer
-from fakequant.nn._layers import transposed_linear
 from fakequant.nn._operators import LAYER_FUNCTIONS
 from fakequant.nn._quantized_layer import split_arguments
 from fakequant.nn._records import Operator
+from fakequant.nn._saved_codes import transposed_linear
 
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 

@@ -168,7 +168,13 @@ def _record(layer: Layer, config: QuantConfig) -> Quantization:
     kind = find_kind(cls)
     assert kind is not None
     has_float_bias = _runtimes.find(config.target).engine is not None
-    return Quantization(kind=kind, float_class=cls, save_codes=config.save_codes, has_float_bias=has_float_bias)
+    return Quantization(
+        kind=kind,
+        float_class=cls,
+        save_codes=config.save_codes,
+        exact_sums=config.sums == "exact",
+        has_float_bias=has_float_bias,
+    )
 
 
 def unprepare(model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
+from fakequant.nn._integer_sums import sums_in_words
 from fakequant.nn._kv_cache import CACHE_QUANTIZERS, has_cache_quantizers
 from fakequant.nn._model_quantizers import named_quantizers, unreached_layers, weight_quantizers
 from fakequant.nn._owners import stored_weight
@@ -68,6 +69,9 @@ class Summary(Shown):
     quantized_multiplications: int = 0
     # The number of parameters that are quantized weights.
     quantized_parameters: int = 0
+    # How layers with a quantized weight and a quantized input add up products here: "float", or how exact sums are
+    # computed on this CPU. By path.
+    sums: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name, as dicts, lists, numbers and strings."""
@@ -88,6 +92,9 @@ class Summary(Shown):
             rows = [[rule, ", ".join(near) or "-"] for rule, near in self.unmatched]
             parts.append(table(["rule that matches nothing", "similar paths"], rows))
         parts += self.notes
+        if self.sums:
+            exact = sum(how != "float" for how in self.sums.values())
+            parts.append(f"sums of products are exact in {exact} of {len(self.sums)} layers")
         parts.append(
             f"{self.parameters:,} parameters, {self.bytes_before:,} bytes in float, {self.bytes_after:,} with "
             f"quantized weights ({self.bytes_after / max(self.bytes_before, 1):.0%})"
@@ -111,6 +118,8 @@ def summary(model: nn.Module) -> Summary:
     in float | why
     ---------+--------------------------------------------------------
     1        | batch norm; it folds into 0 when the model is converted
+    <BLANKLINE>
+    sums of products are exact in 1 of 1 layers
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
     """
@@ -168,6 +177,11 @@ def summary(model: nn.Module) -> Summary:
             if call in made.products or _has_quantized_product(modules.get(call))
         ),
         quantized_parameters=quantized_parameters(model),
+        sums={
+            path: sums_in_words(module, input_grids_of(module)[0])
+            for path, module in model.named_modules()
+            if _has_quantized_product(module)
+        },
     )
 
 

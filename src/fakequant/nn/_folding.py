@@ -170,6 +170,33 @@ class PreparedLayer(Protocol):
     def _fakequant(self) -> "Quantization": ...
 
 
+def _adds_deployed_bias(layer: PreparedLayer) -> bool:
+    """Returns True if a layer adds its bias as integers: in evaluation, and once its batch norm is frozen."""
+    record = layer._fakequant
+    norm_is_frozen = record.norm is not None and not record.norm.training
+    return not record.has_float_bias and (not layer.training or record.deploys_bias or norm_is_frozen)
+
+
+@torch.no_grad()
+def deployed_bias_codes(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Returns the bias as the integers, in float64, that a runtime adds to the sums of products, times 2^weight_shift.
+
+    Returns None if the layer has no bias, adds a float, or is followed by a batch norm that will be folded into it. A
+    bias that is too large for its scale is not rounded.
+    """
+    record = layer._fakequant
+    bias: Tensor | None = getattr(layer, record.kind.bias_name, None)
+    if bias is None or not _adds_deployed_bias(layer) or will_fold(record.norm, x, weight):
+        return None
+    scales = scales_of_sums(layer, weight.dim())
+    if scales is None:
+        return None
+    x_scale, weight_scale = scales
+    steps = bias.double() / (x_scale * weight_scale).double()
+    codes = steps.round()
+    return torch.where(codes.abs() > _LARGEST, steps, codes)
+
+
 def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | None:
     """Returns the bias that a prepared layer adds, or None.
 
@@ -184,8 +211,7 @@ def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | Non
     norm = record.norm
     if bias is None and norm is None:
         return None
-    norm_is_frozen = norm is not None and not norm.training
-    if record.has_float_bias or (layer.training and not record.deploys_bias and not norm_is_frozen):
+    if not _adds_deployed_bias(layer):
         return bias
     if norm is not None and not will_fold(norm, x, weight):
         norm = None

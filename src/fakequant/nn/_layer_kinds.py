@@ -29,6 +29,8 @@ class LayerKind:
     channel_axis: ClassVar[int] = 0
     # Whether the input can be quantized. False for indices.
     has_input: ClassVar[bool] = True
+    # Whether `forward` multiplies rows with a matrix by `linear` or `transposed_linear`, whose sums can be exact.
+    multiplies_rows: ClassVar[bool] = False
     # The attributes of the layer that hold its weight and its bias.
     weight_name: ClassVar[str] = "weight"
     bias_name: ClassVar[str] = "bias"

@@ -2,14 +2,13 @@
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, register_layer_kind
 from fakequant.nn._own_forward import OwnForwardConv, OwnForwardLinear
 from fakequant.nn._quantized_layer import compute, quantize_output, quantized_weight
-from fakequant.nn._saved_codes import linear
+from fakequant.nn._saved_codes import linear, transposed_linear
 
 
 def reason_against_matrix(module: AnyLayer) -> str | None:
@@ -35,6 +34,7 @@ class Linear(LayerKind):
     >>> kind = fq.nn.register_layer_kind("package.module.Dense")(Linear)
     """
 
+    multiplies_rows: ClassVar[bool] = True
     own_forward: ClassVar[type[LayerKind] | None] = OwnForwardLinear
 
     @classmethod
@@ -48,17 +48,6 @@ class Linear(LayerKind):
         return quantize_output(layer, layer._fakequant.compute(layer, linear, input))
 
 
-def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `x @ weight + bias`, as one product of matrices.
-
-    >>> transposed_linear(torch.ones(1, 1, 2), torch.ones(2, 3), None)
-    tensor([[[2., 2., 2.]]])
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    y = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return y.reshape(*x.shape[:-1], -1)
-
-
 @register_layer_kind("transformers.pytorch_utils.Conv1D")
 class TransposedLinear(LayerKind):
     """A layer that computes y = x w + b, with x and w quantized.
@@ -70,6 +59,7 @@ class TransposedLinear(LayerKind):
     """
 
     channel_axis: ClassVar[int] = 1
+    multiplies_rows: ClassVar[bool] = True
 
     @classmethod
     def unsupported_reason(cls, module: AnyLayer) -> str | None:

@@ -216,6 +216,8 @@ class OwnForward(LayerKind):
 class OwnForwardLinear(OwnForward):
     """A class derived from `nn.Linear` with a forward pass of its own."""
 
+    multiplies_rows: ClassVar[bool] = True
+
     @classmethod
     def input_shape(cls, layer: AnyLayer, extra: int) -> tuple[int, ...]:
         """Returns (batch, features)."""

@@ -17,6 +17,7 @@ from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._folding import BatchNorm, bias_to_add
 from fakequant.nn._frozen_weights import Keeping
+from fakequant.nn._integer_sums import exact_product
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
 from fakequant.nn._operators import TorchFunction
 from fakequant.nn._quantizer import Quantizer
@@ -69,6 +70,8 @@ class Quantization(LayerRecord, Keeping):
 
     # Whether codes are kept for the backward pass instead of floats.
     save_codes: bool = True
+    # Whether sums of products of codes are exact.
+    exact_sums: bool = False
     # The quantizer of the module that computes the input, if the layer has no `input_quantizer`.
     input_grid: Quantizer | None = None
     # The batch norm that `convert` will fold into the layer.
@@ -186,9 +189,28 @@ class Quantization(LayerRecord, Keeping):
         if is_given and bias is not None:
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         if not self.save_codes or not torch.is_grad_enabled():
-            return operator(x, weight, bias)
+            return self._product(layer, operator, x, weight, bias)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return operator(x, weight, bias)
+            return self._product(layer, operator, x, weight, bias)
+
+    def _product(
+        self,
+        layer: AnyLayer,
+        operator: Operator,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: slice | None = None,
+    ) -> Tensor:
+        """Returns `operator` of quantized tensors, with exact sums if the layer has them.
+
+        With `rows`, `weight` and `bias` are these rows of the layer's.
+        """
+        if self.exact_sums:
+            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), rows)
+            if y is not None:
+                return y
+        return operator(x, weight, bias)
 
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
@@ -198,8 +220,12 @@ class Quantization(LayerRecord, Keeping):
         for number, x in enumerate(inputs):
             same = next((i for i in range(number) if inputs[i] is x), None)
             quantized.append(self.quantize_input(layer, x) if same is None else quantized[same])
-        biases = [None] * len(inputs) if bias is None else bias.chunk(len(inputs))
-        return [operator(x, w, b) for x, w, b in zip(quantized, weight.chunk(len(inputs)), biases, strict=True)]
+        size = len(weight) // len(inputs)
+        parts = [slice(number * size, (number + 1) * size) for number in range(len(inputs))]
+        return [
+            self._product(layer, operator, x, weight[rows], None if bias is None else bias[rows], rows)
+            for x, rows in zip(quantized, parts, strict=True)
+        ]
 
 
 def compute(layer: RecordedLayer, operator: Operator, input: Tensor, weight: Tensor | None = None) -> Tensor:

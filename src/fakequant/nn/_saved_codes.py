@@ -184,3 +184,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if y is not None:
             return y
     return F.linear(x, weight, bias)
+
+
+def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `x @ weight + bias`, as one product of matrices.
+
+    >>> transposed_linear(torch.ones(1, 1, 2), torch.ones(2, 3), None)
+    tensor([[[2., 2., 2.]]])
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return y.reshape(*x.shape[:-1], -1)

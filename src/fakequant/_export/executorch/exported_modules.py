@@ -27,11 +27,10 @@ from fakequant._export.layers import dynamic_grid, stored_layer
 from fakequant._runtimes.xnnpack.arithmetic import float_of_codes
 from fakequant._runtimes.xnnpack.target import TOKEN_SPEC
 from fakequant.nn._experts import ExpertProduct
-from fakequant.nn._layers import transposed_linear
 from fakequant.nn._quantized_layer import Operator, input_grid_of
 from fakequant.nn._records import NAME, find_record
 from fakequant.nn._recurrent import Recurrence, Sequences
-from fakequant.nn._saved_codes import linear
+from fakequant.nn._saved_codes import linear, transposed_linear
 
 # The values of quantizers in one forward pass, in the order of their calls: the path of the quantizer and its result.
 Seen = list[tuple[str, Tensor]]

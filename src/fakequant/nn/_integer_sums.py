@@ -1,0 +1,102 @@
+"""Exact sums in quantized layers: when sums are integers, and the grids they belong to.
+
+With `QuantConfig(sums="exact")`, a layer whose input and weight are codes of at most 8 bits adds up products of
+integers, as runtimes do. Its results do not depend on the machine, on the number of threads, or on the library that
+multiplies.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has_int8_products, integer_linear
+from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
+from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._recomputation import as_first, runs
+from fakequant.nn._records import Operator
+from fakequant.nn._saved_codes import linear, transposed_linear
+from fakequant.nn._tensor_ranges import must_be_pure
+from fakequant.spec import QuantSpec
+
+
+def exact_product(
+    layer: AnyLayer,
+    operator: Operator,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_quantizer: Quantizer | None,
+    rows: slice | None = None,
+) -> Tensor | None:
+    """Returns what `operator` computes, with exact sums, or None if it is not linear or its sums are not integers.
+
+    `x` and `weight` are quantized. With `rows`, `weight` and `bias` are these rows of the layer's.
+    """
+    quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
+    if operator not in (linear, F.linear, transposed_linear):
+        return None
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
+        return None
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)):
+        return None  # a subclass, which may be spread over several processes
+    if x.numel() == 0 or weight.numel() == 0 or x.device.type not in ("cpu", "cuda"):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or not (is_integer(x_quantizer.spec) and is_integer(quantizer.spec)):
+        return None
+    if not has_one_scale_per_sum(layer, quantizer.spec, 2):
+        return None
+    x_grid = _grid_of(x_quantizer, x)
+    weight_grid = None if x_grid is None else _grid_of(quantizer, weight)
+    if x_grid is None or weight_grid is None:
+        return None
+    if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
+        scale, zero = as_first((layer, "input grid"), x_grid.scale, x_grid.zero_point)  # which may have moved on since
+        x_grid = x_grid._replace(scale=scale, zero_point=zero)
+    codes = deployed_bias_codes(layer, x, weight)
+    if rows is not None:
+        codes = codes if codes is None else codes[rows]
+        weight_grid = weight_grid.part(rows)
+    found = None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
+    weight = weight.t() if operator is transposed_linear else weight
+    if x.dim() > 1:
+        return integer_linear(x, weight, bias, x_grid, weight_grid, found)
+    y = integer_linear(x.unsqueeze(0), weight, bias, x_grid, weight_grid, found)
+    return None if y is None else y.squeeze(0)
+
+
+def is_integer(spec: QuantSpec) -> bool:
+    """Returns True if values are integers of at most 8 bits times one scale, or one per row or output channel."""
+    return spec.format == "int" and spec.bits <= 8 and spec.granularity in ("tensor", "token", "channel")
+
+
+def _grid_of(quantizer: Quantizer, x: Tensor) -> IntegerGrid | None:
+    """Returns the grid of `x`, which the quantizer has just returned, or None if it is not known."""
+    spec = quantizer.spec
+    if not quantizer._quantizing or quantizer._forward_hooks or quantizer._forward_pre_hooks:
+        return None
+    if quantizer._blocks is None:
+        found = None if torch.compiler.is_compiling() else quantizer._qparams_for(x)
+        if found is None or spec.axis not in (-1, x.dim() - 1):
+            return None
+        scale, zero_point = found
+    else:
+        if spec.granularity == "channel" and x.dim() != 2:
+            return None
+        if quantizer._observes_now() and must_be_pure(quantizer.training):
+            return None  # nothing is stored
+        scale, zero_point = quantizer.scale, quantizer.zero_point
+    return IntegerGrid(scale.detach(), None if spec.symmetric else zero_point, spec.qmin, spec.qmax)
+
+
+def sums_in_words(layer: AnyLayer, x_quantizer: Quantizer | None) -> str:
+    """Returns how a prepared layer adds up its products, for `summary`: "float", or how exact sums are computed."""
+    record = layer._fakequant
+    quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
+    if not (record.exact_sums and record.kind.multiplies_rows) or x_quantizer is None or quantizer is None:
+        return "float"
+    if not (is_integer(x_quantizer.spec) and is_integer(quantizer.spec)):
+        return "float"
+    if not has_one_scale_per_sum(layer, quantizer.spec, 2):
+        return "float"
+    return "exact, 8-bit instructions" if has_int8_products() else "exact, products of floats"

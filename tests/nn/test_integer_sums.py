@@ -1,0 +1,210 @@
+"""Linear layers with exact sums: the same bits whatever multiplies, and those of the golden model."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+import fakequant as fq
+from fakequant import _native, recipes
+from fakequant.config import LayerConfig, QuantConfig
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+compiled_nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, integer_linear  # noqa: E402
+
+nn = torch.nn
+
+# Whatever computes the sums.
+PRODUCTS = (*_native.supported_targets(), "without int8", "low precision", "in Python")
+
+
+def multiply_by(how, monkeypatch):
+    if how in _native.supported_targets():
+        _native.select_target(how)
+    if how == "in Python":
+        monkeypatch.setattr(compiled_nodes, "compiled", None)
+    if how == "without int8":
+        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
+    if how == "low precision":
+        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
+        torch.set_float32_matmul_precision("medium")
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    threads, precision, target = torch.get_num_threads(), torch.get_float32_matmul_precision(), _native.target()
+    yield
+    _native.select_target(target)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+def operands(rows, inner, columns, zero, extreme):
+    """Returns codes of the input less their zero point, and codes of the weight."""
+    torch.manual_seed(rows + inner + columns + zero)
+    x = torch.randint(0, 256, (rows, inner)) - zero
+    weight = torch.randint(-127, 128, (columns, inner))
+    if extreme:  # every sum reaches its bound, of either sign
+        x, weight = torch.full_like(x, -zero if zero > 127 else 255 - zero), torch.full_like(weight, 127)
+        weight[1::2] = -127
+    return x, weight
+
+
+@pytest.mark.parametrize("how", PRODUCTS)
+@pytest.mark.parametrize("inner", [1, 2, 7, 511, 512, 513, 514, 1040, 5000, 32768, 32769])
+def test_sums_are_exact(how, inner, monkeypatch):
+    multiply_by(how, monkeypatch)
+    for rows, columns in ((1, 1), (3, 5), (2, 33))[: 3 if inner < 10_000 else 1]:
+        for zero in (0, 77, 255):
+            for extreme in (False, True):
+                x, weight = operands(rows, inner, columns, zero, extreme)
+                x_scale, scale = torch.tensor(0.0371), torch.rand(columns) + 0.01
+                bias, codes = torch.randn(columns), torch.randint(-(2**30), 2**30, (columns,)).double()
+                sums = x.double() @ weight.double().t()
+                grids = (
+                    IntegerGrid(x_scale, torch.tensor(zero, dtype=torch.int32), 0, 255),
+                    IntegerGrid(scale, None, -127, 127),
+                )
+                given = x * x_scale, weight * scale[:, None], bias, *grids
+                assert_same_bits(integer_linear(*given), sums.float() * (x_scale * scale) + bias)
+                expected = (sums * 8 + codes).float() * (x_scale * (scale / 8))
+                assert_same_bits(integer_linear(*given, BiasCodes(codes, 8.0)), expected)
+
+
+@pytest.mark.parametrize("how", PRODUCTS)
+def test_both_zero_points_count_and_scales_per_token(how, monkeypatch):
+    multiply_by(how, monkeypatch)
+    rows, inner, columns = 4, 70, 6
+    for bits in (2, 4, 8):
+        low, high = 0, 2**bits - 1
+        zeros, weight_zeros = (torch.randint(low, high + 1, (n,), dtype=torch.int32) for n in (rows, columns))
+        x, weight = (torch.randint(low, high + 1, (n, inner)) for n in (rows, columns))
+        x, weight = x - zeros[:, None], weight - weight_zeros[:, None]
+        scale, weight_scale = torch.rand(rows) + 0.1, torch.rand(columns) + 0.1
+        y = integer_linear(
+            x * scale[:, None],
+            weight * weight_scale[:, None],
+            None,
+            IntegerGrid(scale, zeros, low, high),
+            IntegerGrid(weight_scale, weight_zeros, low, high),
+        )
+        assert_same_bits(y, (x.double() @ weight.double().t()).float() * (scale[:, None] * weight_scale))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 8, bias=False))
+
+
+CONFIGS = {
+    "int8": recipes.int8(),
+    "dynamic": recipes.int8_dynamic(),
+    "4 bits": recipes.w4a8().rule(input=fq.presets.uint4()),
+    "learned": recipes.lsq(4, first_last_bits=None),
+    "affine": QuantConfig(default=LayerConfig(weight=fq.QuantSpec(symmetric=False, axis=0), input=fq.presets.uint8())),
+}
+X = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def prepared(config, sums="exact"):
+    model = fq.prepare(network(), dataclasses.replace(config, sums=sums), X)
+    return fq.calibrate(model, [X], progress=False)
+
+
+def step(model, run=lambda model, x: model(x)):
+    """Returns results and gradients of a step in training, and the results in evaluation."""
+    x = X.clone().requires_grad_()
+    y = run(model.train(), x)
+    gradients = torch.autograd.grad((y * torch.linspace(-1, 1, 8)).sum(), [x, *model.parameters()])
+    return [y.detach(), *gradients, model.eval()(X)]
+
+
+def test_whatever_runs_gives_the_same_bits(monkeypatch):
+    for name, config in CONFIGS.items():
+        expected = step(prepared(config))
+        others = {
+            "codes not saved": step(prepared(dataclasses.replace(config, save_codes=False))),
+            "checkpoint": step(prepared(config), lambda model, x: checkpoint(model, x, use_reentrant=False)),
+            "copy": step(copy.deepcopy(prepared(config))),
+            "pickle": step(pickle.loads(pickle.dumps(prepared(config)))),
+        }
+        for other, found in others.items():
+            for a, b in zip(found, expected, strict=True):
+                assert_same_bits(a, b, f"{name}, {other}")
+        for how in ("threads", *PRODUCTS):
+            with monkeypatch.context() as patch:
+                multiply_by(how, patch)
+                torch.set_num_threads(1 + (torch.get_num_threads() == 1))
+                found = step(prepared(config))
+                torch.set_float32_matmul_precision("highest")
+                _native.select_target(_native.supported_targets()[-1])
+            for a, b in ((found[0], expected[0]), (found[-1], expected[-1])):  # gradients are sums of floats
+                assert_same_bits(a, b, f"{name}, {how}")
+
+
+def test_transforms_and_compilers_give_the_same_bits():
+    model = prepared(CONFIGS["int8"])
+    fq.nn.switch_quantizers(model, frozen=True)
+    *_, expected = before = step(model)
+
+    def loss(parameters, x):
+        y = torch.func.functional_call(model.train(), parameters, (x,))
+        return (y * torch.linspace(-1, 1, 8)).sum()
+
+    gradients = torch.func.grad(loss)(dict(model.named_parameters()), X)
+    for found, wanted in zip(gradients.values(), before[2:-1], strict=True):
+        assert_same_bits(found, wanted)
+    assert_same_bits(torch.func.vmap(model.eval())(X), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(step(model, lambda _, x: compiled(x)), before, strict=True):
+        assert_same_bits(found, wanted)
+
+
+def test_second_derivatives_are_those_of_float_sums():
+    found = {}
+    for sums in ("exact", "float"):
+        model, x = prepared(CONFIGS["int8"], sums), X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        found[sums] = model[0].weight.grad
+    torch.testing.assert_close(found["exact"], found["float"], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_evaluation_has_the_bits_of_the_golden_model(config):
+    model = fq.prepare(nn.Sequential(nn.Linear(700, 64)), config, torch.zeros(1, 700))
+    # Sums of many products: added up as floats, some would be rounded on the way.
+    x = torch.randn(200, 700, generator=torch.Generator().manual_seed(2))
+    fq.calibrate(model, [x], progress=False)
+    assert_same_bits(model.eval()(x), fq.convert(model)(x))
+
+
+def test_float_sums_are_those_of_torch():
+    model = prepared(CONFIGS["int8"], "float").eval()
+    layer = model[0]
+    bias = fq.nn._quantized_layer.bias_to_add(layer, X, layer.weight)
+    weight = fq.nn.quantized_weight(layer)
+    assert_same_bits(layer(X), nn.functional.linear(fq.nn.quantize_input(layer, X), weight, bias))
+
+
+def test_nan_and_values_off_the_grid():
+    model = prepared(CONFIGS["int8"]).eval()
+    x = X.clone()
+    x[2, 3] = torch.nan
+    y, expected = model[0](x), model[0](X)
+    assert y[2].isnan().all()
+    assert_same_bits(y[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+    model[0].input_quantizer.register_forward_hook(lambda module, args, y: y * 1.01)
+    assert (model[0](X) - expected).abs().max() > 1e-3
+
+
+def test_summary_says_how_sums_are_computed(monkeypatch):
+    exact, floats = prepared(CONFIGS["int8"]), prepared(CONFIGS["int8"], "float")
+    monkeypatch.setattr(_native, "has_int8_products", lambda: False)
+    assert set(fq.summary(exact).sums.values()) == {"exact, products of floats"}
+    assert "sums of products are exact in 0 of 2 layers" in str(fq.summary(floats))
