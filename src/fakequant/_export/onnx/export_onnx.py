@@ -262,6 +262,7 @@ def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shape
             verbose=False,
         )
     assert program is not None
+    lowering.remove_barriers(program.model.graph)
     return program.model
 
 

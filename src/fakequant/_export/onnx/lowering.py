@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+import torch
+from onnxscript.function_libs.torch_lib.ops.core import aten__native_batch_norm_no_training
 from onnxscript.values import Op, Opset
 
 from fakequant._export.notes import OFFSET, QUANTIZER, parse_call
@@ -77,6 +79,16 @@ _GRID = operator_of("Grid", {"x": "F"}, ["qmin", "qmax", "lowest", "highest"])
 _STORED = operator_of("Stored", {"x": "Q"}, ["bits"])
 # `name` is that of the weight, and `grid` that of the input's quantizer.
 _DYNAMIC = operator_of("DynamicProduct", {"x": "F", "codes": "Q"}, texts=["name", "grid"])
+# Returns its input. The exporter's optimizer does not fuse what is before it with what is after it.
+_BARRIER = operator_of("Barrier", {"x": "F"}, texts=(), has_scale=False)
+
+
+def _batch_norm(x: Any, *parameters: Any) -> Any:
+    """Keeps the optimizer from multiplying the batch norm into the weight of a float layer, which `verify` compares."""
+    kept = _BARRIER(x)
+    kept.shape, kept.type = x.shape, x.type
+    return aten__native_batch_norm_no_training(kept, *parameters)
+
 
 # For torch's exporter: operators and the functions that emit their nodes.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -89,6 +101,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operators.dynamic_product: lambda x, codes, scale, zero_point, name, grid: _DYNAMIC(
         x, codes, scale, zero_point, name=name, grid=grid
     ),
+    torch.ops.aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 
 # --- after torch's export --------------------------------------------------------------------------
@@ -96,6 +109,14 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 _INT8, _UINT8, _INT16, _UINT16 = ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16
 _OWN_RANGES = {_UINT8: (0, 255), _INT8: (-128, 127), _UINT16: (0, 65535), _INT16: (-32768, 32767)}
 _SINCE = {_INT16: 21, _UINT16: 21}
+
+
+def remove_barriers(graph: ir.Graph) -> None:
+    """Removes the nodes that stopped the exporter's optimizer."""
+    for node in list(graph):
+        if node.domain == DOMAIN and node.op_type == "Barrier":
+            ir.convenience.replace_all_uses_with(node.outputs[0], input_of(node, 0))
+            graph.remove(node, safe=True)
 
 
 class UnsupportedOpset(ValueError):
