@@ -160,9 +160,7 @@ class Codes(nn.Module):
 def test_codes(bits, tmp_path):
     """Additions, products, means and concatenations compute with codes; 5 bits are limited afterwards."""
     grid = fq.QuantSpec(bits=bits, signed=False, symmetric=False)
-    config = fq.QuantConfig(
-        default=fq.LayerConfig(weight=presets.int8(), input=grid), operands=grid, target="litert"
-    )
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=presets.int8(), input=grid), operands=grid, target="litert")
     x = randn(3, 4, 8, 8, generator=generator())
     model, report, path = written(Codes(), x, tmp_path, config)
     assert report.share == 1.0

@@ -1,4 +1,4 @@
-"""`verify` runs .tflite files in LiteRT: the codes are those of the golden model, at ties too. Changed files are refused."""
+"""`verify` runs .tflite files in LiteRT: its codes are those of the golden model, and changed files are refused."""
 
 import platform
 
@@ -76,7 +76,9 @@ def test_batches(exported):
     found = fq.verify(model, path, [DATA[0][:3], DATA[0]])
     assert (found.ok, found.outputs.rows) == (True, 19)
     model, path, _ = exported("residual", "lsq")
-    with pytest.raises(ValueError, match=r"takes .* of shape \(16, 1, 8, 8\), got one of shape \(3, 1, 8, 8\)(.|\n)*dynamic_batch=True"):
+    with pytest.raises(
+        ValueError, match=r"shape \(16, 1, 8, 8\), got one of shape \(3, 1, 8, 8\)(.|\n)*dynamic_batch=True"
+    ):
         fq.verify(model, path, [DATA[0][:3]])
 
 

@@ -1,15 +1,17 @@
-"""What every exporter makes of a golden model: the tensors of its layers, and dynamic grids."""
+"""What every exporter makes of a golden model: the tensors of its layers, dynamic grids, and recurrent layers."""
 
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.golden.integer_layer import IntegerLayer, biases, float_weight
 from fakequant._convert.golden.quantizer import GoldenQuantizer
+from fakequant.nn._records import NAME, find_record
+from fakequant.nn._recurrent import Recurrence, Sequences
 from fakequant.spec import QuantSpec
 
 
@@ -84,3 +86,35 @@ def dynamic_grid(x: Tensor, spec: QuantSpec, eps: float) -> Tensor:
         scale = ((hi - lo) / (spec.qmax - spec.qmin)).clamp(min=eps)
         zero = (spec.qmin - onnx_steps(lo, scale)).clamp(spec.qmin, spec.qmax)
     return (torch.clamp(onnx_steps(x, scale) + zero, spec.qmin, spec.qmax) - zero) * scale
+
+
+class DynamicLength(ValueError):
+    """The length of a sequence is dynamic, and the steps of a recurrent layer cannot be written one by one."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ExportedRecurrence(Recurrence):
+    """The record of a recurrent layer that is being exported."""
+
+    path: str
+    # How to write a file for a fixed length.
+    advice: str
+
+    def sequences(self, x: Tensor, axis: int) -> Sequences:
+        """Returns sequences whose steps are written one by one. Raises DynamicLength if their length is not fixed."""
+        if isinstance(x.shape[axis], torch.SymInt):
+            raise DynamicLength(
+                f"The length of the sequences of {self.path or 'the recurrent layer'} is dynamic (axis {axis} of its "
+                "input), but a file has one node for each step, so the file keeps the length of the example.\n"
+                f"{self.advice}, or use `dynamic_shapes` that leave the axis of time out, such as "
+                f"{{{1 - axis}: 'batch'}} for this input."
+            )
+        return super().sequences(x, axis)
+
+
+def refuse_dynamic_lengths(golden: nn.Module, advice: str) -> None:
+    """Makes recurrent layers say why a dynamic length is refused, in place."""
+    for path, module in golden.named_modules():
+        record = find_record(module)
+        if isinstance(record, Recurrence):
+            module.__dict__[NAME] = ExportedRecurrence(**vars(record), path=path, advice=advice)

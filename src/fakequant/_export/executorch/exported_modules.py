@@ -23,13 +23,12 @@ from fakequant._convert.golden.integer_layer import (
 )
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._export.executorch import graph
-from fakequant._export.layers import dynamic_grid, stored_layer
+from fakequant._export.layers import dynamic_grid, refuse_dynamic_lengths, stored_layer
 from fakequant._runtimes.xnnpack.arithmetic import float_of_codes
 from fakequant._runtimes.xnnpack.target import TOKEN_SPEC
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._quantized_layer import Operator, input_grid_of
-from fakequant.nn._records import NAME, find_record
-from fakequant.nn._recurrent import Recurrence, Sequences
+from fakequant.nn._records import NAME
 from fakequant.nn._saved_codes import linear, transposed_linear
 
 # The values of quantizers in one forward pass, in the order of their calls: the path of the quantizer and its result.
@@ -162,7 +161,7 @@ def make_exportable(golden: nn.Module) -> Seen:
                 f"{path} multiplies tokens by the weights of experts, which ExecuTorch has no form for.\n"
                 "Use fakequant.export_onnx."
             )
-    _refuse_dynamic_lengths(golden)
+    refuse_dynamic_lengths(golden, "Leave `max_batch` out")
     seen: Seen = []
     layers = [module for module in golden.modules() if isinstance(module, IntegerLayer)]
     for layer in layers:
@@ -227,33 +226,3 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     is_packed = has_tokens and record.weight_spec.bits <= 4 and codes.shape[1] % 2 == 0
     limits = (-8, 7) if is_packed else (graph.LOW, graph.HIGH)
     return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, added, limits)
-
-
-class DynamicLength(ValueError):
-    """The length of a sequence is dynamic, and the steps of a recurrent layer cannot be written one by one."""
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class ExportedRecurrence(Recurrence):
-    """The record of a recurrent layer that is being exported."""
-
-    path: str
-
-    def sequences(self, x: Tensor, axis: int) -> Sequences:
-        """Returns sequences whose steps are written one by one. Raises DynamicLength if their length is not fixed."""
-        if isinstance(x.shape[axis], torch.SymInt):
-            raise DynamicLength(
-                f"The length of the sequences of {self.path or 'the recurrent layer'} is dynamic (axis {axis} of its "
-                "input), but a file has one node for each step, so the file keeps the length of the example.\n"
-                "Leave `max_batch` out, or use `dynamic_shapes` that leave the axis of time out, such as "
-                f"{{{1 - axis}: 'batch'}} for this input."
-            )
-        return super().sequences(x, axis)
-
-
-def _refuse_dynamic_lengths(golden: nn.Module) -> None:
-    """Makes recurrent layers say why a dynamic length is refused, in place."""
-    for path, module in golden.named_modules():
-        record = find_record(module)
-        if isinstance(record, Recurrence):
-            module.__dict__[NAME] = ExportedRecurrence(**vars(record), path=path)

@@ -180,9 +180,7 @@ class Builder:
             if own == (float(np.float32(grid.scale)), grid.zero_point):
                 return found.like(self.limited(found.tensor, grid))
             found = self.floats(found)
-        made = self.graph.add(
-            "QUANTIZE", [found.tensor], [codes_tensor(found.tensor.shape, grid)], ("Quantize", {})
-        )
+        made = self.graph.add("QUANTIZE", [found.tensor], [codes_tensor(found.tensor.shape, grid)], ("Quantize", {}))
         return found.like(self.limited(made, grid))
 
     def limited(self, codes: Tensor, grid: Grid) -> Tensor:
@@ -191,9 +189,7 @@ class Builder:
             if limit != usual:
                 bound = codes_tensor((1,) * len(codes.shape), grid)
                 bound.data = np.full(bound.shape, limit, np.int8)
-                codes = self.graph.add(
-                    code, [codes, bound], [codes_tensor(codes.shape, grid)], ("MaximumMinimum", {})
-                )
+                codes = self.graph.add(code, [codes, bound], [codes_tensor(codes.shape, grid)], ("MaximumMinimum", {}))
         return codes
 
     def result(self, grid: Grid, shape: Sequence[int]) -> tuple[Tensor, str, Callable[[Tensor], Tensor]]:

@@ -23,7 +23,6 @@ from fakequant._runtimes.litert.target import TARGETS
 from fakequant._util.files import writing
 
 
-
 def export_litert(
     model: nn.Module,
     path: str | os.PathLike[str],

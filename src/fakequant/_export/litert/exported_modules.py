@@ -17,14 +17,13 @@ from fakequant._convert.golden.integer_layer import (
     sums_have_one_scale,
 )
 from fakequant._convert.golden.quantizer import GoldenQuantizer
-from fakequant._export.layers import dynamic_grid, make_recurrences_exportable, stored_layer
+from fakequant._export.layers import dynamic_grid, refuse_dynamic_lengths, stored_layer
 from fakequant._export.litert.operators import GRID, TOKEN_GRID, WEIGHT
 from fakequant._runtimes.litert.target import TOKEN_SPEC
 from fakequant.nn._experts import ExpertProduct
-from fakequant.nn._layers import transposed_linear
 from fakequant.nn._quantized_layer import Operator, input_grid_of
 from fakequant.nn._records import NAME
-from fakequant.nn._saved_codes import linear
+from fakequant.nn._saved_codes import linear, transposed_linear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ def make_exportable(golden: nn.Module) -> Tables:
                 f"{path} multiplies tokens by the weights of experts, which LiteRT has no form for.\n"
                 "Use fakequant.export_onnx."
             )
-    make_recurrences_exportable(golden)
+    refuse_dynamic_lengths(golden, "Use dynamic_batch=False")
     tables = Tables()
     layers = [module for module in golden.modules() if isinstance(module, IntegerLayer)]
     for layer in layers:

@@ -43,7 +43,9 @@ class Layer:
 def layer(builder: Builder, call: Layer) -> Value:
     """Returns the result of a layer."""
     return Pending(
-        call.shape, lambda: _in_float(builder, call, _why_float(builder, call)), lambda grid: _codes(builder, call, grid)
+        call.shape,
+        lambda: _in_float(builder, call, _why_float(builder, call)),
+        lambda grid: _codes(builder, call, grid),
     )
 
 
@@ -133,9 +135,7 @@ class _Emission:
             return Tensor(tuple(shape), "float32"), "NONE", lambda tensor: tensor
         return self.builder.result(self.grid, shape)
 
-    def add(
-        self, code: str, inputs: list[Tensor | None], shape: Sequence[int], options: Any, products: int
-    ) -> Tensor:
+    def add(self, code: str, inputs: list[Tensor | None], shape: Sequence[int], options: Any, products: int) -> Tensor:
         out, activation, limited = self.output(shape)
         name, values = options
         values = {**values, "fusedActivationFunction": ACTIVATIONS[activation]}
@@ -228,7 +228,7 @@ class _Emission:
     def transposed(self, x: Tensor) -> Tensor:
         """Computes the whole result of a transposed convolution, and cuts the padding off."""
         call = self.call
-        inputs, outputs, *kernel = call.weight.floats.shape
+        _, outputs, *kernel = call.weight.floats.shape
         if any(one != 1 for one in call.dilation):
             raise NotImplementedError("transposed convolutions with dilation")
         if call.groups > 1:

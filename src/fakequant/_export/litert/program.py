@@ -101,9 +101,7 @@ def make_float_graph(model: nn.Module, args: Args, kwargs: Kwargs, results: list
         return _graph_of(copy.deepcopy(model).eval(), Tables(), args, kwargs, None, results)
 
 
-def _graph_of(
-    model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]
-) -> Graph:
+def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]) -> Graph:
     return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with _quiet():

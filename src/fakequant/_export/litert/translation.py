@@ -26,7 +26,7 @@ from fakequant._export.litert.builder import (
 )
 from fakequant._export.litert.exported_modules import Tables, Weight
 from fakequant._export.litert.graph import AnyLength, Graph, Order, Tensor
-from fakequant._export.litert.layers import ACTIVATIONS, SAME, VALID, Layer, layer, pad_zeros, padded
+from fakequant._export.litert.layers import ACTIVATIONS, SAME, VALID, Layer, layer, pad_zeros
 from fakequant._export.litert.operators import GRID, TOKEN_GRID, WEIGHT
 from fakequant._export.notes import call_name
 from fakequant._runtimes.litert.arithmetic import has_addition, has_product
@@ -167,9 +167,7 @@ class _Translation:
 
     # --- quantizers and layers
 
-    def grid(
-        self, node: Node, x: Value, scale: float, zero_point: int, low: int, high: int, path: str
-    ) -> Value:
+    def grid(self, node: Node, x: Value, scale: float, zero_point: int, low: int, high: int, path: str) -> Value:
         shift = -128 if high > HIGH else 0
         grid = Grid(float(np.float32(scale)), zero_point + shift, low + shift, high + shift)
         found = self.builder.on_grid(self.plain(x), grid)
@@ -481,7 +479,9 @@ def leaky_relu(t: _Translation, node: Node, x: Value, slope: float = 0.01) -> Va
     return t.unary(x, "LEAKY_RELU", ("LeakyRelu", {"alpha": slope}))
 
 
-def elu(t: _Translation, node: Node, x: Value, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Value:
+def elu(
+    t: _Translation, node: Node, x: Value, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0
+) -> Value:
     x = x if input_scale == 1 else t.with_number("MUL", x, input_scale)
     found = t.builder.floats(x)
     if alpha == 1:
@@ -1113,7 +1113,9 @@ def avg_pool2d(
         image = pad_zeros(t.builder, image, pads)
     made = t.op("AVERAGE_POOL_2D", [image], [shape[axis] for axis in order], windows.options(VALID))
     found = Known(made, order)
-    return found if factor is None else t.binary("MUL", ("Mul", {}), found, Constant(factor.reshape(1, 1, *factor.shape)))
+    return (
+        found if factor is None else t.binary("MUL", ("Mul", {}), found, Constant(factor.reshape(1, 1, *factor.shape)))
+    )
 
 
 def adaptive_avg_pool2d(t: _Translation, node: Node, x: Value, size: Any) -> Value:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fakequant._runtimes.rounding import Rounding
 from fakequant._runtimes.litert.target import TOKEN_SPEC
+from fakequant._runtimes.rounding import Rounding
 from fakequant.spec import QuantSpec
 
 _STEPS = 255.0

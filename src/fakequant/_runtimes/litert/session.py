@@ -7,7 +7,6 @@ them. `verify` requires that both have the same results.
 import inspect
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
