@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import fakequant as fq
-from fakequant import _native, recipes
+from fakequant import _native, presets, recipes
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.testing.assertions import assert_same_bits
 
@@ -163,6 +163,31 @@ def test_transforms_and_compilers_give_the_same_bits():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(step(model, lambda _, x: compiled(x)), before, strict=True):
         assert_same_bits(found, wanted)
+
+
+class Residual(nn.Module):
+    """The second layer's input is on the grid of the ReLU, whose result is also added."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.relu = nn.Linear(40, 8), nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x):
+        y = self.relu(self.a(x))
+        return y + self.b(y)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_checkpoints_with_the_grid_of_another_module(symmetric):
+    grid = fq.QuantSpec(bits=8, symmetric=symmetric)
+    config = QuantConfig(default=LayerConfig(weight=presets.int8(), input=grid), operands=grid)
+    torch.manual_seed(0)
+    model = fq.calibrate(fq.prepare(Residual(), config, X), [X], progress=False)
+    assert model.b.input_quantizer is None
+    expected = step(copy.deepcopy(model))
+    found = step(model, lambda model, x: checkpoint(model, x, use_reentrant=False))
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
 
 
 def test_second_derivatives_are_those_of_float_sums():

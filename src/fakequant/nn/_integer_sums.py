@@ -51,8 +51,9 @@ def exact_product(
     if x_grid is None or weight_grid is None:
         return None
     if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
-        scale, zero = as_first((layer, "input grid"), x_grid.scale, x_grid.zero_point)  # which may have moved on since
-        x_grid = x_grid._replace(scale=scale, zero_point=zero)
+        kept = [tensor for tensor in x_grid[:2] if tensor is not None]  # which may have moved on since
+        scale, *zero = as_first((layer, "input grid"), *kept)
+        x_grid = x_grid._replace(scale=scale, zero_point=zero[0] if zero else None)
     codes = deployed_bias_codes(layer, x, weight)
     if rows is not None:
         codes = codes if codes is None else codes[rows]

@@ -55,7 +55,9 @@ class BiasCodes(NamedTuple):
 
 def has_int8_products() -> bool:
     """Returns True if products of 8-bit integers are computed with instructions for them."""
-    return compiled_nodes.compiled is not None and _native.has_int8_products() and torch.backends.mkldnn.enabled
+    if compiled_nodes.compiled is None or not _native.has_int8_products():
+        return False
+    return bool(torch.backends.mkldnn.enabled)
 
 
 def integer_linear(
@@ -140,7 +142,8 @@ def _by_torch(
         dtype = torch.float32 if exact else torch.float64
         sums = levels.to(dtype) @ weight_levels.to(dtype).t()
     if bias_codes is not None:
-        return (sums.double() * factor + bias_codes).float() * (x_scale * (column_scale / factor))
+        y: Tensor = (sums.double() * factor + bias_codes).float() * (x_scale * (column_scale / factor))
+        return y
     y = sums.float() * (x_scale * column_scale)
     return y if bias is None else y + bias
 
@@ -160,8 +163,9 @@ def _on_tensor_cores(levels: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]
+    dy: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight = saved
     rows = dy.reshape(-1, dy.shape[-1])
     return (
         rows.mm(weight).reshape(x.shape) if needed[0] else None,
@@ -185,7 +189,7 @@ class _IntegerLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
+        return *_gradients(dy, ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
 
 
 # --- for compilers --------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(dy, *ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
+    return *_gradients(dy, ctx.saved_tensors, ctx.needs_input_grad), *[None] * 10
 
 
 _integer_linear.register_autograd(_backward, setup_context=_keep)
