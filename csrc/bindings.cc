@@ -475,7 +475,7 @@ NB_MODULE(_native, m) {
         static const KernelApi api{&OnTorchsThreads<fake_quantize>::run, &OnTorchsThreads<mask_backward>::run,
                                    &OnTorchsThreads<learned_backward>::run, &observe_on_torchs_threads,
                                    &OnTorchsThreads<encode_levels>::run,    &OnTorchsThreads<scale_sums>::run,
-                                   &has_int8_products};
+                                   &OnTorchsThreads<scale_planes>::run,     &has_int8_products};
         return reinterpret_cast<size_t>(&api);
       },
       "The address of the kernels, for this package's other modules.");

@@ -155,6 +155,12 @@ void scale_sums(const ScaleSumsArgs& a) {
   over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
+void scale_planes(const ScalePlanesArgs& a) {
+  const auto kernel = kernels().scale_planes;
+  const int64_t columns = a.channels_last ? a.channels * kPixelsPerPart : a.pixels;
+  over_rows(scale_planes_parts(a), columns, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+}
+
 void quantize(const QuantizeArgs& a) {
   const int64_t size = a.shape.size();
   if (size == 0) return;

@@ -20,6 +20,7 @@ void min_max(const MinMaxArgs&);
 // Returns 0, or a reason why the values have no levels; the outputs are then undefined.
 int encode_levels(const EncodeLevelsArgs&);
 void scale_sums(const ScaleSumsArgs&);
+void scale_planes(const ScalePlanesArgs&);
 
 // --- observe, choose parameters, fake-quantize in one call (observe.cc) --------------------------
 

@@ -13,7 +13,7 @@ namespace {
 #define FQ_TABLE(target)                                                                          \
   {#target, target::fake_quantize, target::mask_backward, target::quantize, target::dequantize,   \
    target::learned_backward, target::min_max, target::magnitudes,                                \
-   target::encode_levels, target::scale_sums}
+   target::encode_levels, target::scale_sums, target::scale_planes}
 
 // Worst to best.
 const KernelTable kTables[] = {

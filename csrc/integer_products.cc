@@ -1,4 +1,4 @@
-// What surrounds the integer product of a linear layer: codes from values on a grid, and results from sums.
+// What surrounds the integer products of a layer: codes from values on a grid, and results from sums.
 //
 // Loops are written for the compiler's vectorizer. No order of additions can change an integer.
 #include "kernels.h"
@@ -86,6 +86,57 @@ void scale_row(const ScaleSumsArgs& a, int64_t row, float x_scale, uint32_t x_ze
   a.weight_scales > 1 ? with_bias.template operator()<true>() : with_bias.template operator()<false>();
 }
 
+// What one channel of a convolution's result is computed with.
+template <class Sum, Bias kBias> struct Channel {
+  float step, bias;
+  double code, factor;
+
+  Channel(const ScalePlanesArgs& a, int64_t channel) : step(0), bias(0), code(0), factor(a.code_factor) {
+    const float scale = a.weight_scale[a.weight_scales > 1 ? channel : 0];
+    step = kBias == Bias::codes ? *a.x_scale * (scale / float(factor)) : *a.x_scale * scale;
+    if (kBias == Bias::floats) bias = a.bias[channel];
+    if (kBias == Bias::codes) code = a.bias_codes[channel];
+  }
+  float operator()(Sum sum) const {
+    if constexpr (kBias == Bias::codes) return float(double(sum) * factor + code) * step;
+    const float value = float(sum) * step;
+    return kBias == Bias::floats ? value + bias : value;
+  }
+};
+
+template <class Sum, Bias kBias> void scale_planes(const ScalePlanesArgs& a, int64_t begin, int64_t end) {
+  const auto* sums = static_cast<const typename Aliased<Sum>::type*>(a.sums);
+  auto* y = static_cast<typename Aliased<float>::type*>(a.y);
+  if (!a.channels_last) {
+    for (int64_t plane = begin; plane < end; ++plane) {
+      const Channel<Sum, kBias> channel(a, plane % a.channels);
+      const int64_t first = plane * a.pixels;
+#pragma GCC ivdep
+      for (int64_t p = first; p < first + a.pixels; ++p) y[p] = channel(sums[p]);
+    }
+    return;
+  }
+  const int64_t parts = (a.pixels + kPixelsPerPart - 1) / kPixelsPerPart;
+  for (int64_t part = begin; part < end; ++part) {
+    const int64_t image = part / parts, first = part % parts * kPixelsPerPart;
+    const int64_t last = first + kPixelsPerPart < a.pixels ? first + kPixelsPerPart : a.pixels;
+    for (int64_t c = 0; c < a.channels; ++c) {
+      const Channel<Sum, kBias> channel(a, c);
+      const auto* from = sums + image * a.pixels * a.channels + c;
+      auto* to = y + (image * a.channels + c) * a.pixels;
+#pragma GCC ivdep
+      for (int64_t p = first; p < last; ++p) to[p] = channel(from[p * a.channels]);
+    }
+  }
+}
+
+template <class Sum> void scale_planes_of(const ScalePlanesArgs& a, int64_t begin, int64_t end) {
+  const auto run = a.bias_codes ? scale_planes<Sum, Bias::codes>
+                   : a.bias     ? scale_planes<Sum, Bias::floats>
+                                : scale_planes<Sum, Bias::none>;
+  run(a, begin, end);
+}
+
 }  // namespace
 
 int encode_levels(const EncodeLevelsArgs& a, int64_t begin, int64_t end) {
@@ -120,6 +171,10 @@ void scale_sums(const ScaleSumsArgs& a, int64_t begin, int64_t end) {
       case SumKind::f64: scale_row<double, false>(a, row, scale, 0, 0); break;
     }
   }
+}
+
+void scale_planes(const ScalePlanesArgs& a, int64_t begin, int64_t end) {
+  a.kind == SumKind::f64 ? scale_planes_of<double>(a, begin, end) : scale_planes_of<float>(a, begin, end);
 }
 
 }  // namespace fakequant::FQ_TARGET

@@ -13,6 +13,7 @@ struct KernelApi {
   ObserveResult (*observe_fake_quantize)(const ObserveArgs&, FakeQuantizeArgs);
   int (*encode_levels)(const EncodeLevelsArgs&);
   void (*scale_sums)(const ScaleSumsArgs&);
+  void (*scale_planes)(const ScalePlanesArgs&);
   bool (*has_int8_products)();
 };
 

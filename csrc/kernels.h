@@ -182,7 +182,7 @@ struct EncodeLevelsArgs {
   const int32_t* zero;  // as many as scales, or nullptr
   int64_t qmin, qmax;
   int32_t shift;
-  int8_t* codes;
+  int8_t* codes;  // may hold unsigned codes, whose bytes are the same
   float* levels;
   int32_t* totals;      // of the codes (or levels) of each row
   int32_t* magnitudes;  // the sum of the magnitudes of the levels of each row
@@ -205,6 +205,21 @@ struct ScaleSumsArgs {
   int32_t x_shift, weight_shift;
   const int32_t *x_totals, *weight_totals;
   // At most one of them is set. Codes belong to the scale divided by `code_factor`, a power of two.
+  const float* bias;
+  const double* bias_codes;
+  double code_factor;
+};
+
+// The same for a convolution: sums of levels, and a result that has the pixels of a channel next to each other.
+struct ScalePlanesArgs {
+  SumKind kind;  // f32 or f64
+  int64_t images, channels, pixels;
+  bool channels_last;  // of the sums. If not, y may be the memory of sums of float32
+  const void* sums;
+  void* y;
+  int64_t weight_scales;  // 1, or one per channel
+  const float *x_scale, *weight_scale;
+  // As in ScaleSumsArgs.
   const float* bias;
   const double* bias_codes;
   double code_factor;
@@ -239,9 +254,17 @@ struct KernelTable {
   // Process the rows [begin, end). The first returns 0, or a reason why it did not finish.
   int (*encode_levels)(const EncodeLevelsArgs&, int64_t begin, int64_t end);
   void (*scale_sums)(const ScaleSumsArgs&, int64_t begin, int64_t end);
+  // Processes the parts [begin, end) of `scale_planes_parts`.
+  void (*scale_planes)(const ScalePlanesArgs&, int64_t begin, int64_t end);
 };
 
 inline constexpr int64_t kRangeAlignment = 64;
+
+// The parts of a convolution's result: channels of an image, or pixels of all channels if the channels are last.
+inline constexpr int64_t kPixelsPerPart = 64;
+inline int64_t scale_planes_parts(const ScalePlanesArgs& a) {
+  return a.images * (a.channels_last ? (a.pixels + kPixelsPerPart - 1) / kPixelsPerPart : a.channels);
+}
 
 // --- observing ------------------------------------------------------------------------------------
 

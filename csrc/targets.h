@@ -15,6 +15,7 @@
   int64_t magnitudes(const MagnitudeArgs&, int64_t begin, int64_t end);                \
   int encode_levels(const EncodeLevelsArgs&, int64_t begin, int64_t end);              \
   void scale_sums(const ScaleSumsArgs&, int64_t begin, int64_t end);                   \
+  void scale_planes(const ScalePlanesArgs&, int64_t begin, int64_t end);               \
   }
 
 namespace fakequant {

@@ -11,6 +11,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <torch/csrc/Exceptions.h>
 
@@ -53,6 +54,9 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
   m.def("integer_linear", &integer_linear, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
         "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),
         "code_factor"_a, "with_int8"_a);
+  m.def("integer_convolution", &integer_convolution, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
+        "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),
+        "code_factor"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "with_int8"_a);
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,
         "Gives y, computed from x without autograd, a clipped gradient.");
   m.def("pass_through", &pass_through, "x"_a, "y"_a,

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace fakequant::autograd {
 
@@ -76,5 +77,15 @@ nb::object linear(nb::handle x, nb::handle weight, nb::handle bias);
 nb::object integer_linear(nb::handle x, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
                           nb::handle weight, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
                           int64_t weight_high, nb::handle bias, nb::handle bias_codes, double code_factor, bool with_int8);
+
+// --- convolution.cc -------------------------------------------------------------------------------
+
+// Returns the convolution of x, of one to three axes of space, with exact sums. Arguments are those of `integer_linear`,
+// but the input has one scale, and how the kernel moves along each axis.
+nb::object integer_convolution(nb::handle x, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
+                               nb::handle weight, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
+                               int64_t weight_high, nb::handle bias, nb::handle bias_codes, double code_factor,
+                               std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
+                               int64_t groups, bool with_int8);
 
 }  // namespace fakequant::autograd

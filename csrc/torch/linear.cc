@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "torch/functions.h"
+#include "torch/levels.h"
 #include "torch/node.h"
 #include "torch/plain_tensors.h"
 #include "torch/run_kernels.h"
@@ -86,73 +87,16 @@ bool can_multiply(const Tensor& x, const Tensor& weight, const Tensor& bias) {
 
 // --- integers ------------------------------------------------------------------------------------
 
-constexpr int64_t kExactInFloat32 = 1 << 24;
-// Sums of as many products of levels, and of a bias, fit in 32 bits.
-constexpr int64_t kLongestSum = 1 << 15;
 // One of 8 x 8 bits whose sum is exact in float32 whatever the order.
 constexpr int64_t kBlock = 512;
-
-// The levels of a matrix on a grid of at most 8 bits, as codes or as floats.
-struct Levels {
-  Tensor scale, zero, values, totals, magnitudes;
-  int64_t qmin, qmax, count;
-  int32_t shift;
-
-  // Returns false for arguments that are not handled.
-  bool set_grid(nb::handle scale_object, nb::handle zero_object, int64_t low, int64_t high, int64_t rows) {
-    if (!is_tensor(scale_object)) return false;
-    scale = tensor(scale_object);
-    count = scale.numel();
-    if (count != 1 && count != rows) return false;
-    if (!buffer<float>(scale_object, count, at::kFloat)) return false;
-    if (!zero_object.is_none()) {
-      if (!buffer<int32_t>(zero_object, count, at::kInt)) return false;
-      zero = tensor(zero_object);
-      const int32_t* z = zero.const_data_ptr<int32_t>();
-      for (int64_t i = 0; i < count; ++i) {
-        if (z[i] < low || z[i] > high) return false;
-      }
-    }
-    qmin = low, qmax = high;
-    shift = low < 0 ? 0 : 128;
-    return high - low <= 255 && low >= -128 && high - shift <= 127;
-  }
-  int32_t* zeros() const { return zero.defined() ? zero.mutable_data_ptr<int32_t>() : nullptr; }
-
-  // Returns 0 or a reason why there are no levels.
-  int encode(const Tensor& x, int64_t rows, int64_t columns, bool as_codes) {
-    values = at::empty({rows, columns}, x.options().dtype(as_codes ? at::kChar : at::kFloat));
-    totals = at::empty({rows}, x.options().dtype(at::kInt));
-    magnitudes = at::empty_like(totals);
-    const EncodeLevelsArgs args{x.const_data_ptr<float>(), rows, columns, count, scale.const_data_ptr<float>(), zeros(), qmin,
-                                qmax, shift, as_codes ? values.mutable_data_ptr<int8_t>() : nullptr,
-                                as_codes ? nullptr : values.mutable_data_ptr<float>(), totals.mutable_data_ptr<int32_t>(),
-                                magnitudes.mutable_data_ptr<int32_t>()};
-    return without_gil_if_large(x.numel(), [&] { return g_kernels->encode_levels(args); });
-  }
-
-  // The largest magnitude that a level can have.
-  int64_t largest() const {
-    int64_t found = 0;
-    for (int64_t i = 0; i < (zero.defined() ? count : 1); ++i) {
-      const int64_t z = zero.defined() ? zero.const_data_ptr<int32_t>()[i] : 0;
-      found = std::max({found, qmax - z, z - qmin});
-    }
-    return found;
-  }
-};
 
 // Returns the sums of products of levels, and in what they are given.
 std::pair<Tensor, SumKind> exact_sums(const Levels& x, const Levels& weight, bool of_codes) {
   const nb::gil_scoped_release without_gil;
   if (of_codes) return {at::_int_mm(x.values, weight.values.t()), SumKind::codes};
-  const int64_t inner = x.values.size(1), rows = weight.values.size(0);
-  // Products of float32 may be set to round their operands.
-  const bool rounds = at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
-  if (inner > kLongestSum || rounds) return {x.values.to(at::kDouble).mm(weight.values.to(at::kDouble).t()), SumKind::f64};
-  int64_t norm = 0;
-  for (int64_t i = 0; i < rows; ++i) norm = std::max<int64_t>(norm, weight.magnitudes.const_data_ptr<int32_t>()[i]);
-  if (norm * x.largest() < kExactInFloat32) return {x.values.mm(weight.values.t()), SumKind::f32};
+  const int64_t inner = x.values.size(1);
+  if (inner > kLongestSum || rounds_operands(at::Float32Op::MATMUL)) return {x.values.to(at::kDouble).mm(weight.values.to(at::kDouble).t()), SumKind::f64};
+  if (weight.norm() * x.largest() < kExactInFloat32) return {x.values.mm(weight.values.t()), SumKind::f32};
   Tensor sums;
   for (int64_t begin = 0; begin < inner; begin += kBlock) {
     const int64_t length = std::min(kBlock, inner - begin);
@@ -184,7 +128,10 @@ nb::object integer_linear(nb::handle x_object, nb::handle x_scale, nb::handle x_
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (left.encode(x, rows, inner, as_codes) || right.encode(weight.contiguous(), columns, inner, as_codes)) return nb::none();
+    const auto codes_of = [&](Levels& levels, const Tensor& t, int64_t count) {
+      return levels.encode(t, count, as_codes ? at::empty({count, inner}, t.options().dtype(at::kChar)) : at::empty({count, inner}, t.options()));
+    };
+    if (codes_of(left, x, rows) || codes_of(right, weight.contiguous(), columns)) return nb::none();
     auto [sums, kind] = exact_sums(left, right, as_codes);
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = columns;

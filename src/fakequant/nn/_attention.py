@@ -62,7 +62,7 @@ class MultiheadAttention(LayerKind):
     the attention weights.
     """
 
-    multiplies_rows: ClassVar[bool] = True
+    can_sum_exactly: ClassVar[bool] = True
     weight_name: ClassVar[str] = "in_proj_weight"
     bias_name: ClassVar[str] = "in_proj_bias"
 

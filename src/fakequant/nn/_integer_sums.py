@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
 from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has_int8_products, integer_linear
 from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
 from fakequant.nn._layer_kinds import AnyLayer
@@ -18,6 +19,8 @@ from fakequant.nn._records import Operator
 from fakequant.nn._saved_codes import linear, transposed_linear
 from fakequant.nn._tensor_ranges import must_be_pure
 from fakequant.spec import QuantSpec
+
+_CONVOLUTIONS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
 def exact_product(
@@ -29,12 +32,13 @@ def exact_product(
     x_quantizer: Quantizer | None,
     rows: slice | None = None,
 ) -> Tensor | None:
-    """Returns what `operator` computes, with exact sums, or None if it is not linear or its sums are not integers.
+    """Returns what `operator` computes, with exact sums, or None if it has none or its sums are not integers.
 
     `x` and `weight` are quantized. With `rows`, `weight` and `bias` are these rows of the layer's.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
-    if operator not in (linear, F.linear, transposed_linear):
+    is_convolution = _is_convolution(layer, operator)
+    if not is_convolution and operator not in (linear, F.linear, transposed_linear):
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
         return None
@@ -44,10 +48,12 @@ def exact_product(
         return None
     if torch.is_autocast_enabled(x.device.type) or not (is_integer(x_quantizer.spec) and is_integer(quantizer.spec)):
         return None
-    if not has_one_scale_per_sum(layer, quantizer.spec, 2):
+    if not has_one_scale_per_sum(layer, quantizer.spec, weight.dim()):
+        return None
+    if is_convolution and (x_quantizer.spec.granularity != "tensor" or not x.is_cpu):
         return None
     x_grid = _grid_of(x_quantizer, x)
-    weight_grid = None if x_grid is None else _grid_of(quantizer, weight)
+    weight_grid = None if x_grid is None else _grid_of(quantizer, weight, is_convolution)
     if x_grid is None or weight_grid is None:
         return None
     if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
@@ -59,6 +65,8 @@ def exact_product(
         codes = codes if codes is None else codes[rows]
         weight_grid = weight_grid.part(rows)
     found = None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
+    if is_convolution:
+        return _convolution(layer, x, weight, bias, x_grid, weight_grid, found)
     weight = weight.t() if operator is transposed_linear else weight
     if x.dim() > 1:
         return integer_linear(x, weight, bias, x_grid, weight_grid, found)
@@ -66,12 +74,47 @@ def exact_product(
     return None if y is None else y.squeeze(0)
 
 
+def _is_convolution(layer: AnyLayer, operator: Operator) -> bool:
+    """Returns True if `operator` is the convolution of torch's own class, and not of a class derived from it."""
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or type(layer)._conv_forward not in _CONVOLUTIONS:
+        return False
+    return bool(operator == layer._conv_forward)
+
+
+def _convolution(
+    layer: AnyLayer,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_grid: IntegerGrid,
+    weight_grid: IntegerGrid,
+    bias_codes: BiasCodes | None,
+) -> Tensor | None:
+    image = x if x.dim() == weight.dim() else x.unsqueeze(0)
+    padding: list[int] | tuple[int, ...] = [0] * (weight.dim() - 2)
+    if layer.padding_mode != "zeros":
+        image = F.pad(image, layer._reversed_padding_repeated_twice, layer.padding_mode)
+    elif layer.padding == "same":  # one more zero at the end if their number is odd
+        zeros = [dilation * (size - 1) for dilation, size in zip(layer.dilation, weight.shape[2:], strict=True)]
+        padding = [number // 2 for number in zeros]
+        image = (
+            F.pad(image, [number for one in reversed(zeros) for number in (0, one % 2)])
+            if any(n % 2 for n in zeros)
+            else image
+        )
+    elif layer.padding != "valid":
+        padding = layer.padding
+    geometry = Geometry(layer.stride, padding, layer.dilation, layer.groups)
+    y = integer_convolution(image, weight, bias, x_grid, weight_grid, geometry, bias_codes)
+    return y if y is None or x.dim() == weight.dim() else y.squeeze(0)
+
+
 def is_integer(spec: QuantSpec) -> bool:
     """Returns True if values are integers of at most 8 bits times one scale, or one per row or output channel."""
     return spec.format == "int" and spec.bits <= 8 and spec.granularity in ("tensor", "token", "channel")
 
 
-def _grid_of(quantizer: Quantizer, x: Tensor) -> IntegerGrid | None:
+def _grid_of(quantizer: Quantizer, x: Tensor, is_kernel: bool = False) -> IntegerGrid | None:
     """Returns the grid of `x`, which the quantizer has just returned, or None if it is not known."""
     spec = quantizer.spec
     if not quantizer._quantizing or quantizer._forward_hooks or quantizer._forward_pre_hooks:
@@ -82,7 +125,7 @@ def _grid_of(quantizer: Quantizer, x: Tensor) -> IntegerGrid | None:
             return None
         scale, zero_point = found
     else:
-        if spec.granularity == "channel" and x.dim() != 2:
+        if spec.granularity == "channel" and x.dim() != 2 and not is_kernel:
             return None
         if quantizer._observes_now() and must_be_pure(quantizer.training):
             return None  # nothing is stored
@@ -94,7 +137,7 @@ def sums_in_words(layer: AnyLayer, x_quantizer: Quantizer | None) -> str:
     """Returns how a prepared layer adds up its products, for `summary`: "float", or how exact sums are computed."""
     record = layer._fakequant
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
-    if not (record.exact_sums and record.kind.multiplies_rows) or x_quantizer is None or quantizer is None:
+    if not (record.exact_sums and record.kind.can_sum_exactly) or x_quantizer is None or quantizer is None:
         return "float"
     if not (is_integer(x_quantizer.spec) and is_integer(quantizer.spec)):
         return "float"

@@ -29,8 +29,8 @@ class LayerKind:
     channel_axis: ClassVar[int] = 0
     # Whether the input can be quantized. False for indices.
     has_input: ClassVar[bool] = True
-    # Whether `forward` multiplies rows with a matrix by `linear` or `transposed_linear`, whose sums can be exact.
-    multiplies_rows: ClassVar[bool] = False
+    # Whether `forward` multiplies by `linear`, `transposed_linear` or torch's `_conv_forward`, whose sums can be exact.
+    can_sum_exactly: ClassVar[bool] = False
     # The attributes of the layer that hold its weight and its bias.
     weight_name: ClassVar[str] = "weight"
     bias_name: ClassVar[str] = "bias"

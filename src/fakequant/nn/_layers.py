@@ -34,7 +34,7 @@ class Linear(LayerKind):
     >>> kind = fq.nn.register_layer_kind("package.module.Dense")(Linear)
     """
 
-    multiplies_rows: ClassVar[bool] = True
+    can_sum_exactly: ClassVar[bool] = True
     own_forward: ClassVar[type[LayerKind] | None] = OwnForwardLinear
 
     @classmethod
@@ -59,7 +59,7 @@ class TransposedLinear(LayerKind):
     """
 
     channel_axis: ClassVar[int] = 1
-    multiplies_rows: ClassVar[bool] = True
+    can_sum_exactly: ClassVar[bool] = True
 
     @classmethod
     def unsupported_reason(cls, module: AnyLayer) -> str | None:
@@ -76,6 +76,7 @@ class TransposedLinear(LayerKind):
 class Conv(LayerKind):
     """A convolution with quantized input and weight."""
 
+    can_sum_exactly: ClassVar[bool] = True
     own_forward: ClassVar[type[LayerKind] | None] = OwnForwardConv
 
     @staticmethod

@@ -216,7 +216,7 @@ class OwnForward(LayerKind):
 class OwnForwardLinear(OwnForward):
     """A class derived from `nn.Linear` with a forward pass of its own."""
 
-    multiplies_rows: ClassVar[bool] = True
+    can_sum_exactly: ClassVar[bool] = True
 
     @classmethod
     def input_shape(cls, layer: AnyLayer, extra: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -46,6 +47,12 @@ class CompiledNodes(Protocol):
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int, weight: Tensor,
         weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias: Tensor | None,
         bias_codes: Tensor | None, code_factor: float, with_int8: bool,
+    ) -> Tensor | None: ...  # fmt: skip
+    def integer_convolution(
+        self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int, weight: Tensor,
+        weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias: Tensor | None,
+        bias_codes: Tensor | None, code_factor: float, stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], groups: int, with_int8: bool,
     ) -> Tensor | None: ...  # fmt: skip
     def clipped(self, x: Tensor, y: Tensor, mask: Tensor, order: tuple[int, ...] | None, multiply: bool) -> None: ...
     def pass_through(self, x: Tensor, y: Tensor) -> None: ...

@@ -87,7 +87,7 @@ def integer_linear(
         y = _by_kernels(*arguments)
         if y is not None:
             return y
-        if not (_is_on(x, x_grid.scale) and _is_on(weight, weight_grid.scale)):
+        if not (is_on_grid(x, _along(x_grid.scale, x)) and is_on_grid(weight, _along(weight_grid.scale, weight))):
             return None
     result: Tensor = _IntegerLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -111,8 +111,8 @@ def _along(scale: Tensor, x: Tensor) -> Tensor:
     return scale.reshape(()) if scale.numel() == 1 else scale.reshape(*x.shape[:-1], 1)
 
 
-def _is_on(x: Tensor, scale: Tensor) -> bool:
-    scale = _along(scale, x)
+def is_on_grid(x: Tensor, scale: Tensor) -> bool:
+    """Returns True if all values are multiples of their scales, which broadcast with them, or NaN."""
     return bool((((x / scale).round() * scale == x) | x.isnan()).all())
 
 
@@ -137,7 +137,7 @@ def _by_torch(
         sums = _on_tensor_cores(levels.flatten(0, -2), weight_levels).unflatten(0, levels.shape[:-1])
     else:
         # float32 products on GPUs, and on the CPU if precision is not the highest, may round their operands.
-        exact = x.is_cpu and torch.get_float32_matmul_precision() == "highest"
+        exact = x.is_cpu and torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
         exact = exact and x.shape[-1] * largest[0] * largest[1] < EXACT_IN_FLOAT32
         dtype = torch.float32 if exact else torch.float64
         sums = levels.to(dtype) @ weight_levels.to(dtype).t()
