@@ -27,8 +27,8 @@ E2M1 = (0, 15, "e2m1")
 SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
 # Called by the decompositions for Inductor.
 CHECKS = {"checked_scale"}
-# Products of experts, whose numbers of rows are only known at run time.
-PRODUCTS = {"grouped_linear", "grouped_outer"}
+# Products of experts, whose numbers of rows are only known at run time, and products with exact sums.
+PRODUCTS = {"grouped_linear", "grouped_outer", "integer_linear", "integer_convolution"}
 NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS | PRODUCTS
 GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
 ROWS = QuantSpec(bits=4, axis=0).to_numbers()
@@ -86,6 +86,16 @@ def packed_mask(x):
 
 def bool_mask(x):
     return ops.fake_quantize_masked(x.detach(), scales(), None, *ONNX, False)[1]
+
+
+def on_grid(*shape, scale=0.5):
+    """Returns levels from -8 to 7, times a scale."""
+    return (codes(*shape).float() * scale).requires_grad_()
+
+
+# The grids of an input and of a weight, and a bias without codes.
+GRIDS = (torch.tensor(0.5), None, -8, 7, torch.tensor(0.5), None, -8, 7, None, 1.0)
+BIAS_CODES = (*GRIDS[:8], torch.arange(3.0, dtype=torch.float64), 4.0)
 
 
 def codes(*shape, dtype=torch.int8):
@@ -216,6 +226,16 @@ CASES = {
     "grouped_outer": {
         "one group empty": (floats(7, 2), floats(7, 3), torch.tensor([2, 2, 6, 7])),
         "transposed": (leaf(floats(2, 7).t()), leaf(floats(3, 7).t()), torch.tensor([2, 7])),
+    },
+    "integer_linear": {
+        "tokens": (on_grid(2, 4, 5), on_grid(3, 5), floats(3), *GRIDS),
+        "bias codes": (on_grid(4, 5), on_grid(3, 5), floats(3), *BIAS_CODES),
+        "no bias": (on_grid(4, 5), on_grid(3, 5), None, *GRIDS),
+    },
+    "integer_convolution": {
+        "image": (on_grid(2, 4, 7, 7), on_grid(3, 4, 3, 3), floats(3), *GRIDS, [1, 2], [1, 0], [1, 1], 1),
+        "groups": (on_grid(2, 6, 9), on_grid(3, 2, 3), None, *GRIDS, [1], [1], [2], 3),
+        "bias codes": (on_grid(2, 4, 7, 7), on_grid(3, 4, 1, 1), floats(3), *BIAS_CODES, [1, 1], [0, 0], [1, 1], 1),
     },
     "errors_on_bins": {
         "one": (*bins(), *candidates(), GRID, 2.0),

@@ -1,5 +1,6 @@
 """`prepare` keeps modules, parameters, hooks and modes, and quantizes the operands of additions."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -35,7 +36,7 @@ class Meets(nn.Module):
 @pytest.mark.parametrize("linear", [nn.Linear, OwnLinear], ids=["Linear", "a subclass"])
 def test_operands_of_an_addition_are_quantized_by_their_producers(linear):
     x = randn(3, 4)
-    model = fq.prepare(Meets(linear), recipes.int8(), x)
+    model = fq.prepare(Meets(linear), dataclasses.replace(recipes.int8(), sums="float"), x)
     assert model.b.output_quantizer is not None
     assert model.relu.output_quantizer.spec == presets.uint8()
     assert model.a.output_quantizer is None

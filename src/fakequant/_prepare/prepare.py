@@ -167,13 +167,13 @@ def _record(layer: Layer, config: QuantConfig) -> Quantization:
     cls = type(layer.module)
     kind = find_kind(cls)
     assert kind is not None
-    has_float_bias = _runtimes.find(config.target).engine is not None
+    adds_floats = _runtimes.find(config.target).engine is not None
     return Quantization(
         kind=kind,
         float_class=cls,
         save_codes=config.save_codes,
-        exact_sums=config.sums == "exact",
-        has_float_bias=has_float_bias,
+        exact_sums=config.sums == "exact" and not adds_floats,
+        has_float_bias=adds_floats,
     )
 
 

@@ -177,7 +177,6 @@ def _adds_deployed_bias(layer: PreparedLayer) -> bool:
     return not record.has_float_bias and (not layer.training or record.deploys_bias or norm_is_frozen)
 
 
-@torch.no_grad()
 def deployed_bias_codes(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | None:
     """Returns the bias as the integers, in float64, that a runtime adds to the sums of products, times 2^weight_shift.
 
@@ -192,7 +191,7 @@ def deployed_bias_codes(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tens
     if scales is None:
         return None
     x_scale, weight_scale = scales
-    steps = bias.double() / (x_scale * weight_scale).double()
+    steps = bias.detach().double() / (x_scale * weight_scale).detach().double()
     codes = steps.round()
     return torch.where(codes.abs() > _LARGEST, steps, codes)
 

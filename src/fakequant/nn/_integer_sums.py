@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
 from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has_int8_products, integer_linear
+from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recomputation import as_first, runs
 from fakequant.nn._records import Operator
 from fakequant.nn._saved_codes import linear, transposed_linear
-from fakequant.nn._tensor_ranges import must_be_pure
+from fakequant.nn._tensor_ranges import must_be_pure, pure_qparams
 from fakequant.spec import QuantSpec
 
 _CONVOLUTIONS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
@@ -30,11 +31,13 @@ def exact_product(
     weight: Tensor,
     bias: Tensor | None,
     x_quantizer: Quantizer | None,
+    sources: tuple[Tensor | None, Tensor | None] = (None, None),
     rows: slice | None = None,
 ) -> Tensor | None:
     """Returns what `operator` computes, with exact sums, or None if it has none or its sums are not integers.
 
-    `x` and `weight` are quantized. With `rows`, `weight` and `bias` are these rows of the layer's.
+    `x` and `weight` are quantized. `sources` are the tensors before that, if this call has quantized them. With `rows`,
+    `weight` and `bias` are these rows of the layer's.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
     is_convolution = _is_convolution(layer, operator)
@@ -42,7 +45,7 @@ def exact_product(
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
         return None
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)) and not torch.compiler.is_exporting():
         return None  # a subclass, which may be spread over several processes
     if x.numel() == 0 or weight.numel() == 0 or x.device.type not in ("cpu", "cuda"):
         return None
@@ -52,8 +55,8 @@ def exact_product(
         return None
     if is_convolution and (x_quantizer.spec.granularity != "tensor" or not x.is_cpu):
         return None
-    x_grid = _grid_of(x_quantizer, x)
-    weight_grid = None if x_grid is None else _grid_of(quantizer, weight, is_convolution)
+    x_grid = _grid_of(x_quantizer, x, sources[0])
+    weight_grid = None if x_grid is None else _grid_of(quantizer, weight, sources[1], is_kernel=is_convolution)
     if x_grid is None or weight_grid is None:
         return None
     if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
@@ -114,21 +117,26 @@ def is_integer(spec: QuantSpec) -> bool:
     return spec.format == "int" and spec.bits <= 8 and spec.granularity in ("tensor", "token", "channel")
 
 
-def _grid_of(quantizer: Quantizer, x: Tensor, is_kernel: bool = False) -> IntegerGrid | None:
-    """Returns the grid of `x`, which the quantizer has just returned, or None if it is not known."""
+def _grid_of(quantizer: Quantizer, y: Tensor, x: Tensor | None, *, is_kernel: bool = False) -> IntegerGrid | None:
+    """Returns the grid of `y`, which the quantizer has just returned for `x`, or None if it is not known."""
     spec = quantizer.spec
     if not quantizer._quantizing or quantizer._forward_hooks or quantizer._forward_pre_hooks:
         return None
-    if quantizer._blocks is None:
-        found = None if torch.compiler.is_compiling() else quantizer._qparams_for(x)
-        if found is None or spec.axis not in (-1, x.dim() - 1):
+    if quantizer._blocks is None and spec.axis not in (-1, y.dim() - 1):
+        return None
+    if spec.granularity == "channel" and y.dim() != 2 and not is_kernel:
+        return None
+    if quantizer._blocks is None or (quantizer._observes_now() and must_be_pure(quantizer.training)):
+        # They are not stored. Compiled code computes them once more, because nothing passes them on there.
+        if torch.compiler.is_compiling():
+            has_rule = isinstance(quantizer, FakeQuantize) and quantizer.rounding is None
+            found = pure_qparams(quantizer, x) if has_rule and x is not None else None
+        else:
+            found = quantizer.last_qparams(y)
+        if found is None:
             return None
         scale, zero_point = found
     else:
-        if spec.granularity == "channel" and x.dim() != 2 and not is_kernel:
-            return None
-        if quantizer._observes_now() and must_be_pure(quantizer.training):
-            return None  # nothing is stored
         scale, zero_point = quantizer.scale, quantizer.zero_point
     return IntegerGrid(scale.detach(), None if spec.symmetric else zero_point, spec.qmin, spec.qmax)
 

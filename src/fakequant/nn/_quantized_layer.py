@@ -188,10 +188,11 @@ class Quantization(LayerRecord, Keeping):
         bias = bias_to_add(layer, x, weight)
         if is_given and bias is not None:
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
+        sources = (None if quantize_input is None else input), source
         if not self.save_codes or not torch.is_grad_enabled():
-            return self._product(layer, operator, x, weight, bias)
+            return self._product(layer, operator, x, weight, bias, sources)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return self._product(layer, operator, x, weight, bias)
+            return self._product(layer, operator, x, weight, bias, sources)
 
     def _product(
         self,
@@ -200,14 +201,16 @@ class Quantization(LayerRecord, Keeping):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        sources: tuple[Tensor | None, Tensor | None] = (None, None),
         rows: slice | None = None,
     ) -> Tensor:
         """Returns `operator` of quantized tensors, with exact sums if the layer has them.
 
-        With `rows`, `weight` and `bias` are these rows of the layer's.
+        `sources` are the tensors before they were quantized, if this layer has just quantized them. With `rows`,
+        `weight` and `bias` are these rows of the layer's.
         """
         if self.exact_sums:
-            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), rows)
+            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows)
             if y is not None:
                 return y
         return operator(x, weight, bias)
@@ -223,7 +226,7 @@ class Quantization(LayerRecord, Keeping):
         size = len(weight) // len(inputs)
         parts = [slice(number * size, (number + 1) * size) for number in range(len(inputs))]
         return [
-            self._product(layer, operator, x, weight[rows], None if bias is None else bias[rows], rows)
+            self._product(layer, operator, x, weight[rows], None if bias is None else bias[rows], rows=rows)
             for x, rows in zip(quantized, parts, strict=True)
         ]
 

@@ -70,7 +70,7 @@ class LastTensor(NamedTuple):
 
     # Whether the tensor was checked and held neither NaN nor infinity.
     only_finite: bool
-    # The quantized tensor, and its scale and zero point, if the quantizer stores none.
+    # The quantized tensor, and its scale and zero point, if the quantizer has stored none for it.
     result: "weakref.ref[Tensor] | None" = None
     qparams: QParams[Tensor] | None = None
 
@@ -254,6 +254,10 @@ class Quantizer(QuantizerState):
         """
         if self._blocks is not None:
             return QParams(self.scale.clone(), self.zero_point.clone())
+        return self.last_qparams(y)
+
+    def last_qparams(self, y: Tensor) -> QParams[Tensor] | None:
+        """Returns scale and zero point of `y` if it is the last result and they are not stored, otherwise None."""
         last = self._last  # read once: another thread may replace it
         if last is None or last.result is None:
             return None

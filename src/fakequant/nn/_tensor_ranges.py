@@ -22,7 +22,8 @@ from fakequant._backends.torch.tensor_kernels import Observation, updated_range,
 from fakequant._backends.torch.torch_private import innermost_transform
 from fakequant._kernels import scale_rule_name
 from fakequant.nn._quantizer import ONLY_FINITE, LastTensor
-from fakequant.observers._ranks import Ranks
+from fakequant.observers._observer import State
+from fakequant.observers._ranks import ALONE, Ranks
 from fakequant.qparams import QParams
 
 if TYPE_CHECKING:
@@ -118,25 +119,34 @@ def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
         buffers = (quantizer.running_min, quantizer.running_max, quantizer.scale, quantizer.zero_point)
         for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
             buffer.copy_(value)
-    elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    elif not torch.compiler.is_compiling():
         only_finite = quantizer._last is not None and quantizer._last.only_finite
-        result = weakref.ref(y, quantizer._forget_last)
-        quantizer.__dict__["_last"] = LastTensor(only_finite, result, QParams(scale, zero_point))
+        _remember(quantizer, y, QParams(scale, zero_point), only_finite=only_finite)
     return y
 
 
-def _quantize_by_observer(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks, *, remember: bool = True) -> Tensor:
+def _remember(quantizer: "FakeQuantize", y: Tensor, qparams: QParams[Tensor], *, only_finite: bool = False) -> None:
+    """Keeps scale and zero point of a result, which are not stored, for the operator that takes it."""
+    result = weakref.ref(y, quantizer._forget_last)
+    quantizer.__dict__["_last"] = LastTensor(only_finite, result, qparams)
+
+
+def _quantize_by_observer(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) -> Tensor:
     """Quantizes with the range that the observer finds in `x` alone: 0 to 0 if there is no finite value."""
+    state, nonfinite, (scale, zero_point) = _found_by_observer(quantizer, x, ranks)
+    quantizer._last = None
+    quantizer._count_nonfinite(nonfinite)
+    for name, value in {**state, "scale": scale, "zero_point": zero_point}.items():
+        getattr(quantizer, name).copy_(value)
+    return fake_quantize(x, scale, zero_point, quantizer.spec, gradient=quantizer._following)
+
+
+def _found_by_observer(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) -> tuple[State, Tensor, QParams[Tensor]]:
+    """Returns the state of the observer after `x` alone, the number of values left out, and scale and zero point."""
     observer, spec = quantizer.observer, quantizer.spec
     state = observer.init(quantizer._check_blocks(x), x.device)
     nonfinite = observer.update(state, x.detach(), spec, ranks)
-    scale, zero_point = choose(quantizer, *observer.range(state, spec))
-    quantizer._last = None
-    if remember:
-        quantizer._count_nonfinite(nonfinite)
-        for name, value in {**state, "scale": scale, "zero_point": zero_point}.items():
-            getattr(quantizer, name).copy_(value)
-    return fake_quantize(x, scale, zero_point, spec, gradient=quantizer._following)
+    return state, nonfinite, choose(quantizer, *observer.range(state, spec))
 
 
 def choose(quantizer: "FakeQuantize", lo: Tensor, hi: Tensor) -> QParams[Tensor]:
@@ -159,7 +169,7 @@ def must_be_pure(training: bool) -> bool:
 
 def quantize_purely(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) -> Tensor:
     """Returns what the forward pass would return, but stores nothing."""
-    observer, spec = quantizer.observer, quantizer.spec
+    observer = quantizer.observer
     if not observer.dynamic and not torch.compiler.is_compiling():
         warnings.warn(
             "Quantizers that observe under a transform of torch.func do not remember what they see.\n"
@@ -174,15 +184,26 @@ def quantize_purely(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) -> Tenso
         )
     if not quantizer._quantizing:
         return x
+    qparams = pure_qparams(quantizer, x)
+    y = fake_quantize(x, *qparams, quantizer.spec, gradient=quantizer._following)
+    quantizer._last = None
+    if not torch.compiler.is_compiling():
+        _remember(quantizer, y, qparams)
+    return y
+
+
+def pure_qparams(quantizer: "FakeQuantize", x: Tensor) -> QParams[Tensor]:
+    """Returns the scale and zero point that a call with `x` quantizes with, and stores nothing."""
+    observer, spec = quantizer.observer, quantizer.spec
     if quantizer._in_kernel is None and observer.dynamic:
-        return _quantize_by_observer(quantizer, x, ranks, remember=False)
+        return _found_by_observer(quantizer, x, ALONE)[2]
     if quantizer._in_kernel is None:
         raise RuntimeError(
             f"{observer} cannot observe under a transform of torch.func: it changes its state in place.\n"
             "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True)."
         )
     quantizer._check_blocks(x)
-    seen = tensor_functions.min_max(x, spec)
+    seen = tensor_functions.min_max(x.detach(), spec)
     if quantizer._blocks is None:
         before = torch.full_like(seen.min, torch.inf, dtype=torch.float32)
         running = before, -before
@@ -190,6 +211,4 @@ def quantize_purely(quantizer: "FakeQuantize", x: Tensor, ranks: Ranks) -> Tenso
         running = quantizer.running_min, quantizer.running_max
     how = Observation(*quantizer._in_kernel, scale_rule_name(spec))
     lo, hi = updated_range(*running, seen.min, seen.max, how)
-    scale, zero_point = tensor_functions.choose_qparams(lo, hi, spec, eps=quantizer.eps)
-    quantizer._last = None
-    return fake_quantize(x, scale, zero_point, spec, gradient=quantizer._following)
+    return tensor_functions.choose_qparams(lo, hi, spec, eps=quantizer.eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant import _native
 from fakequant._backends.torch import compiled_nodes
-from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, is_on_grid
+from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, is_on_grid, tangent
 from fakequant._backends.torch.plain_memory import is_eager
 
 # By the number of axes along which the kernel moves.
@@ -121,8 +121,20 @@ class _IntegerConvolution(torch.autograd.Function):
     def forward(*arguments: Any) -> Tensor:
         return _by_torch(*arguments)
 
-    setup_context = staticmethod(_keep)
     backward = staticmethod(_gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _keep(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *rest: Any) -> Tensor:
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            return _CONVOLUTIONS[len(ctx.stride)](x, weight, None, ctx.stride, ctx.padding, ctx.dilation, ctx.groups)
+
+        along = [-1] + [1] * len(ctx.stride)
+        return tangent(convolve, ctx.saved_tensors, dx, dweight, None if dbias is None else dbias.reshape(along))
 
 
 # --- for compilers --------------------------------------------------------------------------------

@@ -9,16 +9,17 @@ The sums are the same integers however they are computed: with instructions for 
 products in parts so short that no partial sum is rounded, or in float64. The gradients are those of `F.linear`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant import _native
 from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager
-from fakequant._backends.torch.torch_private import innermost_transform
+from fakequant._backends.torch.torch_private import innermost_transform, int_mm
 
 # Partial sums of integers are exact in float32 up to here.
 EXACT_IN_FLOAT32 = 2**24
@@ -157,9 +158,9 @@ def _on_tensor_cores(levels: Tensor, weight: Tensor) -> Tensor:
     right = torch.nn.functional.pad(weight, (0, inner, 0, -columns % 8)).to(torch.int8).t()
     near = levels.clamp(-128, 127)
     far = levels - near
-    sums = torch._int_mm(near.to(torch.int8), right) + torch._int_mm((far).clamp(-128, 127).to(torch.int8), right)
+    sums = int_mm(near.to(torch.int8), right) + int_mm(far.clamp(-128, 127).to(torch.int8), right)
     rest = far - far.clamp(-128, 127)
-    return (sums + torch._int_mm(rest.to(torch.int8), right))[:rows, :columns]
+    return (sums + int_mm(rest.to(torch.int8), right))[:rows, :columns]
 
 
 def _gradients(
@@ -174,6 +175,21 @@ def _gradients(
     )
 
 
+def tangent(
+    product: Callable[[Tensor, Tensor], Tensor],
+    saved: Sequence[Tensor],
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor:
+    """Returns the directional derivative of `product(x, weight) + bias`, where `saved` are x and the weight."""
+    x, weight = saved
+    parts = [product(dx, weight)] if dx is not None else []
+    parts += [product(x, dweight)] if dweight is not None else []
+    total = sum(parts[1:], parts[0]) if parts else torch.zeros_like(product(x, weight))
+    return total if dbias is None else total + dbias
+
+
 class _IntegerLinear(torch.autograd.Function):
     """For transforms, other devices, and without compiled nodes."""
 
@@ -186,6 +202,11 @@ class _IntegerLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], inputs[1])
+        ctx.save_for_forward(inputs[0], inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *rest: Any) -> Tensor:
+        return tangent(F.linear, ctx.saved_tensors, dx, dweight, dbias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

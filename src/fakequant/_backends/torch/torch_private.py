@@ -53,6 +53,7 @@ __all__ = [
     "included_keys",
     "inductor",
     "innermost_transform",
+    "int_mm",
     "is_forward_mode",
     "on_checkpoint",
     "pytree",
@@ -75,6 +76,9 @@ else:
 # `fakequant._backends.torch.operators` would call themselves for ever.
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
 BelowADInplaceOrView = torch._C._AutoDispatchBelowADInplaceOrView
+
+# Products of 8-bit integers with 32-bit sums. Without it: exact sums on GPUs would be products of float64 numbers.
+int_mm = torch._int_mm
 
 # Enables forward-mode derivatives within an autograd function. Without it: none under nested transforms.
 set_forward_mode_enabled = forward_ad._set_fwd_grad_enabled

@@ -372,7 +372,7 @@ def draw_ranges(history: History) -> Figure:
         axes.fill_between(steps, low, high, color=ACCENT, alpha=0.18, linewidth=0)
         for values in (low, high):
             axes.plot(steps, values, color=ACCENT, linewidth=1.2)
-        axes.set_title(shortened(path, 34), fontsize=7.5, color=INK, loc="left")
+        axes.set_title(shortened(path), fontsize=7.0, color=INK, loc="left")
         axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(3))
         axes.tick_params(labelsize=7.0, colors=MUTED)

@@ -90,6 +90,8 @@ def _batch_norm(x: Any, *parameters: Any) -> Any:
     return aten__native_batch_norm_no_training(kept, *parameters)
 
 
+aten = torch.ops.aten
+
 # For torch's exporter: operators and the functions that emit their nodes.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operators.grid: lambda x, scale, zero_point, qmin, qmax, name: _GRID(
@@ -101,7 +103,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operators.dynamic_product: lambda x, codes, scale, zero_point, name, grid: _DYNAMIC(
         x, codes, scale, zero_point, name=name, grid=grid
     ),
-    torch.ops.aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 
 # --- after torch's export --------------------------------------------------------------------------
