@@ -6,6 +6,9 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "torch/arguments.h"
 #include "torch/functions.h"
 #include "torch/node.h"
@@ -23,6 +26,13 @@ using torch::dynamo::autograd::SwapSavedVariables;
 
 // --- nodes ---------------------------------------------------------------------------------------
 
+// Whether nothing else refers to a gradient, so that it can be overwritten. New memory takes longer than the computation.
+bool is_last_use(const Tensor& dy) {
+  if (at::GradMode::is_enabled() || dy.use_count() != 1 || dy.storage().use_count() != 1) return false;
+  const auto sizes = dy.sizes();
+  return std::none_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 1; });
+}
+
 // Clipped: dx = dy inside the range, 0 outside. Saves the mask.
 struct FakeQuantizeBackward : Node {
   SavedVariable mask_;
@@ -33,7 +43,7 @@ struct FakeQuantizeBackward : Node {
   void release_variables() override { mask_.reset_data(); }
 
   variable_list apply(variable_list&& gradients) override {
-    const Tensor& dy = gradients[0];
+    const Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) return {Tensor()};
     const Tensor mask = mask_.unpack(getptr());
     const bool packed = mask.scalar_type() == at::kByte;
@@ -44,7 +54,9 @@ struct FakeQuantizeBackward : Node {
       return {call_operator("fakequant::mask_backward", dy, mask, std::move(order), multiply_)[0].toTensor()};
     }
     // The strides of dy * mask, including those of axes of length 1.
-    Tensor dx = dy.is_contiguous() ? at::empty_like(dy, at::MemoryFormat::Contiguous) : at::empty_like(dy);
+    Tensor dx = is_last_use(dy)      ? dy
+                : dy.is_contiguous() ? at::empty_like(dy, at::MemoryFormat::Contiguous)
+                                     : at::empty_like(dy);
     if (dy.numel() > 0) {
       g_kernels->mask_backward({*kernel_dtype(dy), dy.numel(), packed ? MaskKind::packed : MaskKind::bytes, multiply_,
                                 dy.const_data_ptr(), static_cast<const uint8_t*>(mask.const_data_ptr()),

@@ -119,7 +119,8 @@ def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
         buffers = (quantizer.running_min, quantizer.running_max, quantizer.scale, quantizer.zero_point)
         for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
             buffer.copy_(value)
-    elif not torch.compiler.is_compiling():
+    elif (torch.is_grad_enabled() or quantizer.spec.granularity == "token") and not torch.compiler.is_compiling():
+        # For codes that are saved for the backward pass, and for exact sums.
         only_finite = quantizer._last is not None and quantizer._last.only_finite
         _remember(quantizer, y, QParams(scale, zero_point), only_finite=only_finite)
     return y
