@@ -128,11 +128,11 @@ def _grid_of(quantizer: Quantizer, y: Tensor, x: Tensor | None, *, is_kernel: bo
         return None
     if quantizer._blocks is None or (quantizer._observes_now() and must_be_pure(quantizer.training)):
         # They are not stored. Compiled code computes them once more, because nothing passes them on there.
-        if torch.compiler.is_compiling():
-            has_rule = isinstance(quantizer, FakeQuantize) and quantizer.rounding is None
-            found = pure_qparams(quantizer, x) if has_rule and x is not None else None
-        else:
+        found = None
+        if not torch.compiler.is_compiling():
             found = quantizer.last_qparams(y)
+        elif isinstance(quantizer, FakeQuantize) and quantizer.rounding is None and x is not None:
+            found = pure_qparams(quantizer, x)
         if found is None:
             return None
         scale, zero_point = found
