@@ -3,6 +3,7 @@
 //
 // With --digest it prints one line per case, of the best target on one thread, so that the output of two machines, or of
 // an emulator, can be compared with diff. Equality with the reference and with torch is tested from Python.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -152,6 +153,82 @@ Grid make_grid(const Case& c, const Inputs& in, bool integer_zero) {
 
 struct Named { std::string op; uint64_t hash; };
 
+// What surrounds integer products. The array is a matrix with rows of `inner` values, which are on a grid.
+uint64_t integer_products(const Shape& shape) {
+  Digest d;
+  const int64_t columns = shape.inner, rows = shape.size() / columns, n = shape.size();
+  Random rng;
+  std::vector<float> scale(static_cast<size_t>(rows)), x(static_cast<size_t>(n)), levels(x), y(x),
+      column_scale(static_cast<size_t>(columns), 0.3f);
+  std::vector<float> bias(static_cast<size_t>(std::max(rows, columns)));
+  std::vector<double> codes_of_bias(bias.size()), doubles(static_cast<size_t>(n));
+  std::vector<int32_t> zero(static_cast<size_t>(rows)), totals(zero), magnitudes(zero),
+      column_zero(static_cast<size_t>(columns)), column_totals(column_zero), sums(static_cast<size_t>(n));
+  std::vector<int8_t> codes(static_cast<size_t>(n));
+  for (auto& v : scale) v = float(rng.uniform()) + 0.01f;
+  for (auto& v : column_scale) v = float(rng.uniform()) + 0.01f;
+  for (auto& v : bias) v = float(rng.uniform()) - 0.5f;
+  for (auto& v : codes_of_bias) v = double(int64_t(rng.next() % (1u << 30)));
+  for (auto& v : zero) v = int32_t(rng.next() % 256);
+  for (auto& v : column_zero) v = int32_t(rng.next() % 256) - 128;
+  for (auto& v : column_totals) v = int32_t(rng.next() % 9999) - 5000;
+  for (auto& v : sums) v = int32_t(rng.next() % (1u << 30)) - (1 << 29);
+  for (bool per_row : {false, true}) {
+    for (int64_t i = 0; i < n; ++i) {
+      const size_t k = per_row ? size_t(i / columns) : 0;
+      x[size_t(i)] = float(int32_t(rng.next() % 256) - zero[k]) * scale[k];
+    }
+    for (bool off_grid : {false, true}) {
+      if (off_grid) x[size_t(n / 2)] *= 1.001f;
+      for (bool as_codes : {false, true}) {
+        const EncodeLevelsArgs encode{x.data(),
+                                      rows,
+                                      columns,
+                                      per_row ? rows : 1,
+                                      scale.data(),
+                                      zero.data(),
+                                      0,
+                                      255,
+                                      128,
+                                      as_codes ? codes.data() : nullptr,
+                                      as_codes ? nullptr : levels.data(),
+                                      totals.data(),
+                                      magnitudes.data()};
+        const int reason = encode_levels(encode);
+        d.add(&reason, sizeof reason);
+        if (reason) continue;
+        if (as_codes)
+          d.add(codes.data(), codes.size());
+        else
+          d.add(levels.data(), levels.size() * 4);
+        d.add(totals.data(), totals.size() * 4);
+        d.add(magnitudes.data(), magnitudes.size() * 4);
+      }
+    }
+    for (SumKind kind : {SumKind::codes, SumKind::i32, SumKind::f32, SumKind::f64}) {
+      for (int with = 0; with < 3; ++with) {
+        std::vector<float> floats(sums.begin(), sums.end());
+        doubles.assign(sums.begin(), sums.end());
+        const void* given = kind == SumKind::f32   ? floats.data()
+                            : kind == SumKind::f64 ? (const void*)doubles.data()
+                                                   : sums.data();
+        scale_sums({kind, rows, columns, 77, given, y.data(), per_row ? rows : 1, per_row ? columns : 1, scale.data(),
+                    column_scale.data(), zero.data(), column_zero.data(), 128, 0, totals.data(), column_totals.data(),
+                    with == 1 ? bias.data() : nullptr, with == 2 ? codes_of_bias.data() : nullptr, 8.0});
+        d.add_floats(DType::f32, y.data(), n);
+        if (kind < SumKind::f32) continue;
+        for (bool last : {false, true}) {  // as many channels as rows, or as columns
+          scale_planes({kind, 1, last ? columns : rows, last ? rows : columns, last, given, y.data(),
+                        per_row ? (last ? columns : rows) : 1, &scale[0], last ? column_scale.data() : scale.data(),
+                        with == 1 ? bias.data() : nullptr, with == 2 ? codes_of_bias.data() : nullptr, 8.0});
+          d.add_floats(DType::f32, y.data(), n);
+        }
+      }
+    }
+  }
+  return d.hash;
+}
+
 std::vector<Named> run_case(const Case& c) {
   const Inputs in = make_inputs(c);
   const int64_t n = c.shape.size(), parameters = c.shape.parameters();
@@ -245,6 +322,9 @@ std::vector<Named> run_case(const Case& c) {
     d.add(range.data(), range.size() * 8);
     d.add(count.data(), count.size() * 8);
     results.push_back({"min_max", d.hash});
+  }
+  if (c.dtype == DType::f32 && c.numerics == Numerics::onnx) {
+    results.push_back({"integer_products", integer_products(c.shape)});
   }
   return results;
 }

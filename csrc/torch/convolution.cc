@@ -52,10 +52,9 @@ struct ConvolutionBackward : Node {
     const std::vector<int64_t> nothing(geometry_.stride.size()), channels{channels_};
     const std::array<bool, 3> needed{task_should_compute_output(0), task_should_compute_output(1),
                                      task_should_compute_output(2)};
-    auto [dx, dweight, dbias] =
-        at::convolution_backward(gradients[0], x_.unpack(), weight_.unpack(), at::OptionalIntArrayRef(channels),
-                                 geometry_.stride, geometry_.padding, geometry_.dilation, false, nothing,
-                                 geometry_.groups, needed);
+    auto [dx, dweight, dbias] = at::convolution_backward(
+        gradients[0], x_.unpack(), weight_.unpack(), at::OptionalIntArrayRef(channels), geometry_.stride,
+        geometry_.padding, geometry_.dilation, false, nothing, geometry_.groups, needed);
     return {dx, dweight, dbias};
   }
 
@@ -86,7 +85,8 @@ struct Int8Convolution {
 
   Int8Convolution() {
     auto& dispatcher = c10::Dispatcher::singleton();
-    const auto found = dispatcher.findSchema({"onednn::qconv_prepack", ""}), other = dispatcher.findSchema({"onednn::qconv2d_pointwise", ""});
+    const auto found = dispatcher.findSchema({"onednn::qconv_prepack", ""}),
+               other = dispatcher.findSchema({"onednn::qconv2d_pointwise", ""});
     // Other releases may have other arguments.
     if (found && other && found->schema().arguments().size() == 9 && other->schema().arguments().size() == 17) {
       prepare = found, run = other;
@@ -102,7 +102,8 @@ const Int8Convolution& int8_convolution() {
 // Smaller convolutions take as long with floats.
 constexpr int64_t kSmallestForInt8 = 1 << 14;
 
-// Returns sums of products of levels as float32, with the channels last in memory. Images have one or two axes of space.
+// Returns sums of products of levels as float32, with the channels last in memory. Images have one or two axes of
+// space.
 Tensor int8_sums(const Levels& x, const Levels& weight, const Geometry& geometry) {
   const bool is_row = geometry.stride.size() == 1;
   const auto as_image = [&](const Tensor& t) { return is_row ? t.unsqueeze(2) : t; };
@@ -110,16 +111,34 @@ Tensor int8_sums(const Levels& x, const Levels& weight, const Geometry& geometry
     if (is_row) along.insert(along.begin(), fill);
     return along;
   };
-  const auto stride = both(geometry.stride, 1), padding = both(geometry.padding, 0), dilation = both(geometry.dilation, 1);
-  const int64_t zero = (x.zero.defined() ? *x.zero.const_data_ptr<int32_t>() : 0) - x.shift, channels = weight.values.size(0);
+  const auto stride = both(geometry.stride, 1), padding = both(geometry.padding, 0),
+             dilation = both(geometry.dilation, 1);
+  const int64_t zero = (x.zero.defined() ? *x.zero.const_data_ptr<int32_t>() : 0) - x.shift,
+                channels = weight.values.size(0);
   const Tensor image = as_image(x.values), kernel = as_image(weight.values);
-  const Tensor ones = at::full({channels}, 1.0, x.scale.options()), zeros = at::full({channels}, 0, weight.totals.options());
+  const Tensor ones = at::full({channels}, 1.0, x.scale.options()),
+               zeros = at::full({channels}, 0, weight.totals.options());
   const Int8Convolution& op = int8_convolution();
   c10::Stack stack{kernel, ones, 1.0, zero, stride, padding, dilation, geometry.groups, image.sizes().vec()};
   op.prepare->callBoxed(&stack);
   const Tensor prepared = stack[0].toTensor();
-  stack = {image, 1.0, zero, prepared, ones, zeros, c10::IValue(), stride, padding, dilation, geometry.groups, 1.0, int64_t(0),
-           int64_t(at::kFloat), "none", c10::IValue(c10::List<std::optional<at::Scalar>>()), "none"};
+  stack = {image,
+           1.0,
+           zero,
+           prepared,
+           ones,
+           zeros,
+           c10::IValue(),
+           stride,
+           padding,
+           dilation,
+           geometry.groups,
+           1.0,
+           int64_t(0),
+           int64_t(at::kFloat),
+           "none",
+           c10::IValue(c10::List<std::optional<at::Scalar>>()),
+           "none"};
   op.run->callBoxed(&stack);
   const Tensor y = stack[0].toTensor();
   return is_row ? y.squeeze(2) : y;
@@ -140,7 +159,8 @@ Tensor float_sums(const Levels& x, const Levels& weight, const Geometry& geometr
       Tensor sums;
       for (int64_t first = 0; first < channels; first += part) {
         const int64_t number = std::min(part, channels - first);
-        const Tensor some = geometry.convolve(x.values.narrow(1, first, number), weight.values.narrow(1, first, number));
+        const Tensor some =
+            geometry.convolve(x.values.narrow(1, first, number), weight.values.narrow(1, first, number));
         sums = sums.defined() ? sums.add_(some) : some.to(at::kDouble);
       }
       return sums;
@@ -156,11 +176,12 @@ bool is_dense_image(const Tensor& t) {
 
 }  // namespace
 
-nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
-                               nb::handle weight_object, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
-                               int64_t weight_high, nb::handle bias_object, nb::handle bias_codes, double code_factor,
-                               std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
-                               int64_t groups, bool with_int8) {
+nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::handle x_zero, int64_t x_low,
+                               int64_t x_high, nb::handle weight_object, nb::handle weight_scale,
+                               nb::handle weight_zero, int64_t weight_low, int64_t weight_high, nb::handle bias_object,
+                               nb::handle bias_codes, double code_factor, std::vector<int64_t> stride,
+                               std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
+                               bool with_int8) {
   const Tensor &x = tensor(x_object), &weight = tensor(weight_object);
   const Tensor bias = bias_object.is_none() ? Tensor() : tensor(bias_object);
   const Geometry geometry{std::move(stride), std::move(padding), std::move(dilation), groups};
@@ -168,16 +189,19 @@ nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::hand
     if (t.defined() && (!is_simple_data(t) || t.scalar_type() != at::kFloat || t.numel() == 0)) return nb::none();
   }
   const auto space = int64_t(geometry.stride.size());
-  if (x.dim() != space + 2 || weight.dim() != space + 2 || !is_dense_image(x) || !is_dense_image(weight)) return nb::none();
+  if (x.dim() != space + 2 || weight.dim() != space + 2 || !is_dense_image(x) || !is_dense_image(weight))
+    return nb::none();
   const int64_t channels = weight.size(0);
-  if (x.size(1) != weight.size(1) * groups || channels % groups || (bias.defined() && bias.numel() != channels)) return nb::none();
+  if (x.size(1) != weight.size(1) * groups || channels % groups || (bias.defined() && bias.numel() != channels))
+    return nb::none();
   Levels left, right;
   if (!left.set_grid(x_scale, x_zero, x_low, x_high, 1)) return nb::none();
   if (!right.set_grid(weight_scale, weight_zero, weight_low, weight_high, channels)) return nb::none();
   const double* codes = nullptr;
   if (!bias_codes.is_none() && !(codes = buffer<double>(bias_codes, channels, at::kDouble))) return nb::none();
-  bool as_codes = with_int8 && space <= 2 && x.numel() >= kSmallestForInt8 && !right.zero.defined() && right.shift == 0 &&
-                  weight.numel() / channels <= kLongestSum && at::globalContext().userEnabledMkldnn() && int8_convolution().run;
+  bool as_codes = with_int8 && space <= 2 && x.numel() >= kSmallestForInt8 && !right.zero.defined() &&
+                  right.shift == 0 && weight.numel() / channels <= kLongestSum &&
+                  at::globalContext().userEnabledMkldnn() && int8_convolution().run;
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -202,17 +226,42 @@ nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::hand
     const bool sums_are_last = as_codes || !sums.is_contiguous();
     if (is_last && sums_are_last) {
       y = kind == SumKind::f32 ? sums : at::empty_like(sums, sums.options().dtype(at::kFloat));
-      const ScaleSumsArgs args{kind, images * pixels, channels, 0, sums.const_data_ptr(), y.mutable_data_ptr(), 1, right.count,
-                               left.scale.const_data_ptr<float>(), right.scale.const_data_ptr<float>(), nullptr, nullptr, 0, 0,
-                               nullptr, nullptr, bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr, codes,
+      const ScaleSumsArgs args{kind,
+                               images * pixels,
+                               channels,
+                               0,
+                               sums.const_data_ptr(),
+                               y.mutable_data_ptr(),
+                               1,
+                               right.count,
+                               left.scale.const_data_ptr<float>(),
+                               right.scale.const_data_ptr<float>(),
+                               nullptr,
+                               nullptr,
+                               0,
+                               0,
+                               nullptr,
+                               nullptr,
+                               bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr,
+                               codes,
                                code_factor};
       g_kernels->scale_sums(args);
     } else {
       const bool in_place = kind == SumKind::f32 && !sums_are_last;
       y = in_place ? sums : at::empty(sums.sizes(), x.options());
-      const ScalePlanesArgs args{kind, images, channels, pixels, sums_are_last, sums.const_data_ptr(), y.mutable_data_ptr(),
-                                 right.count, left.scale.const_data_ptr<float>(), right.scale.const_data_ptr<float>(),
-                                 bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr, codes, code_factor};
+      const ScalePlanesArgs args{kind,
+                                 images,
+                                 channels,
+                                 pixels,
+                                 sums_are_last,
+                                 sums.const_data_ptr(),
+                                 y.mutable_data_ptr(),
+                                 right.count,
+                                 left.scale.const_data_ptr<float>(),
+                                 right.scale.const_data_ptr<float>(),
+                                 bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr,
+                                 codes,
+                                 code_factor};
       g_kernels->scale_planes(args);
       if (is_last) y = y.contiguous(last);
     }

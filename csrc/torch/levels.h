@@ -51,16 +51,25 @@ struct Levels {
   }
   int32_t* zeros() const { return zero.defined() ? zero.mutable_data_ptr<int32_t>() : nullptr; }
 
-  // Writes the levels of `x` to `to`, as codes if that has bytes, both seen as a matrix with this number of rows. Returns 0
-  // or a reason why there are no levels.
+  // Writes the levels of `x` to `to`, as codes if that has bytes, both seen as a matrix with this number of rows.
+  // Returns 0 or a reason why there are no levels.
   int encode(const Tensor& x, int64_t rows, Tensor to) {
     values = std::move(to);
     totals = at::empty({rows}, x.options().dtype(at::kInt));
     magnitudes = at::empty_like(totals);
     const bool as_codes = values.element_size() == 1;
-    const EncodeLevelsArgs args{x.const_data_ptr<float>(), rows, x.numel() / rows, count, scale.const_data_ptr<float>(), zeros(), qmin,
-                                qmax, shift, as_codes ? static_cast<int8_t*>(values.mutable_data_ptr()) : nullptr,
-                                as_codes ? nullptr : values.mutable_data_ptr<float>(), totals.mutable_data_ptr<int32_t>(),
+    const EncodeLevelsArgs args{x.const_data_ptr<float>(),
+                                rows,
+                                x.numel() / rows,
+                                count,
+                                scale.const_data_ptr<float>(),
+                                zeros(),
+                                qmin,
+                                qmax,
+                                shift,
+                                as_codes ? static_cast<int8_t*>(values.mutable_data_ptr()) : nullptr,
+                                as_codes ? nullptr : values.mutable_data_ptr<float>(),
+                                totals.mutable_data_ptr<int32_t>(),
                                 magnitudes.mutable_data_ptr<int32_t>()};
     return without_gil_if_large(x.numel(), [&] { return g_kernels->encode_levels(args); });
   }

@@ -1,5 +1,5 @@
-// Linear layers: with float sums, or with exact integer sums. Their backward pass needs less memory if saved tensors are
-// recomputed by hooks.
+// Linear layers: with float sums, or with exact integer sums. Their backward pass needs less memory if saved tensors
+// are recomputed by hooks.
 #include <ATen/Context.h>
 #include <ATen/ops/_int_mm.h>
 #include <ATen/ops/empty.h>
@@ -95,7 +95,8 @@ std::pair<Tensor, SumKind> exact_sums(const Levels& x, const Levels& weight, boo
   const nb::gil_scoped_release without_gil;
   if (of_codes) return {at::_int_mm(x.values, weight.values.t()), SumKind::codes};
   const int64_t inner = x.values.size(1);
-  if (inner > kLongestSum || rounds_operands(at::Float32Op::MATMUL)) return {x.values.to(at::kDouble).mm(weight.values.to(at::kDouble).t()), SumKind::f64};
+  if (inner > kLongestSum || rounds_operands(at::Float32Op::MATMUL))
+    return {x.values.to(at::kDouble).mm(weight.values.to(at::kDouble).t()), SumKind::f64};
   if (weight.norm() * x.largest() < kExactInFloat32) return {x.values.mm(weight.values.t()), SumKind::f32};
   Tensor sums;
   for (int64_t begin = 0; begin < inner; begin += kBlock) {
@@ -129,18 +130,34 @@ nb::object integer_linear(nb::handle x_object, nb::handle x_scale, nb::handle x_
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto codes_of = [&](Levels& levels, const Tensor& t, int64_t count) {
-      return levels.encode(t, count, as_codes ? at::empty({count, inner}, t.options().dtype(at::kChar)) : at::empty({count, inner}, t.options()));
+      return levels.encode(
+          t, count,
+          as_codes ? at::empty({count, inner}, t.options().dtype(at::kChar)) : at::empty({count, inner}, t.options()));
     };
     if (codes_of(left, x, rows) || codes_of(right, weight.contiguous(), columns)) return nb::none();
     auto [sums, kind] = exact_sums(left, right, as_codes);
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = columns;
     y = kind == SumKind::f64 ? at::empty({rows, columns}, x.options()) : sums.view(at::kFloat);
-    const ScaleSumsArgs args{kind, rows, columns, inner, sums.const_data_ptr(), y.mutable_data_ptr(), left.count, right.count,
-                             left.scale.const_data_ptr<float>(), right.scale.const_data_ptr<float>(), left.zeros(),
-                             right.zeros(), left.shift, right.shift, left.totals.const_data_ptr<int32_t>(),
+    const ScaleSumsArgs args{kind,
+                             rows,
+                             columns,
+                             inner,
+                             sums.const_data_ptr(),
+                             y.mutable_data_ptr(),
+                             left.count,
+                             right.count,
+                             left.scale.const_data_ptr<float>(),
+                             right.scale.const_data_ptr<float>(),
+                             left.zeros(),
+                             right.zeros(),
+                             left.shift,
+                             right.shift,
+                             left.totals.const_data_ptr<int32_t>(),
                              right.totals.const_data_ptr<int32_t>(),
-                             bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr, codes, code_factor};
+                             bias.defined() && !codes ? bias.const_data_ptr<float>() : nullptr,
+                             codes,
+                             code_factor};
     without_gil_if_large(rows * columns, [&] { g_kernels->scale_sums(args); });
     y = y.view(sizes);
   }
