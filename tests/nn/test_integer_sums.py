@@ -217,6 +217,34 @@ def test_transforms_and_compilers_give_the_same_bits_for_convolutions():
         assert_same_bits(found, wanted)
 
 
+class CallsFunctions(nn.Conv2d):
+    """Calls convolutions as functions, with settings of every form."""
+
+    SETTINGS = ({"padding": "valid"}, {"stride": (2,), "padding": (1, 0)}, {"padding": "same", "dilation": 2})
+
+    def __init__(self, number):
+        super().__init__(4, 8, 3, groups=2)
+        self.settings = self.SETTINGS[number]
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight * 2, self.bias, groups=2, **self.settings)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_convolutions_that_are_called_as_functions(number):
+    torch.manual_seed(number)
+    x = torch.randn(2, 4, 9, 9)
+    model = fq.prepare(nn.Sequential(CallsFunctions(number)), CONFIGS["int8"], x)
+    model = fq.calibrate(model, [x], progress=False).eval()
+    fq.nn.switch_quantizers(model, frozen=True)
+    layer, weight = model[0], fq.nn.quantized_weight(model[0])
+    x_scale, scale = layer.input_quantizer.scale, layer.weight_quantizer.scale.reshape(-1, 1, 1)
+    levels = (fq.nn.quantize_input(layer, x) / x_scale).round(), (weight / scale[..., None]).round()
+    sums = nn.functional.conv2d(*(level.double() for level in levels), groups=2, **layer.settings)
+    assert_same_bits(model.train()(x), sums.float() * (x_scale * scale) + layer.bias[:, None, None])
+    assert_same_bits(model.eval()(x), fq.convert(model)(x))
+
+
 def test_one_more_zero_at_the_end(recwarn):
     """`padding="same"` with an even kernel. torch warns that it copies the input."""
     model = fq.prepare(nn.Sequential(nn.Conv2d(3, 8, 4, padding="same")), CONFIGS["int8"], IMAGES)

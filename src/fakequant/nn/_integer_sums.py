@@ -5,6 +5,8 @@ integers, as runtimes do. Its results do not depend on the machine, on the numbe
 multiplies.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
 from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._operators import ConvolutionCall
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recomputation import as_first, runs
 from fakequant.nn._records import Operator
@@ -40,7 +43,8 @@ def exact_product(
     `weight` and `bias` are these rows of the layer's.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
-    is_convolution = _is_convolution(layer, operator)
+    settings = _settings_of(layer, operator)
+    is_convolution = settings is not None
     if not is_convolution and operator not in (linear, F.linear, transposed_linear):
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
@@ -68,8 +72,9 @@ def exact_product(
         codes = codes if codes is None else codes[rows]
         weight_grid = weight_grid.part(rows)
     found = None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
-    if is_convolution:
-        return _convolution(layer, x, weight, bias, x_grid, weight_grid, found)
+    if settings is not None:
+        image = x if isinstance(operator, ConvolutionCall) else _padded(layer, x)
+        return _convolution(image, weight, bias, x_grid, weight_grid, settings, found)
     weight = weight.t() if operator is transposed_linear else weight
     if x.dim() > 1:
         return integer_linear(x, weight, bias, x_grid, weight_grid, found)
@@ -77,39 +82,56 @@ def exact_product(
     return None if y is None else y.squeeze(0)
 
 
-def _is_convolution(layer: AnyLayer, operator: Operator) -> bool:
-    """Returns True if `operator` is the convolution of torch's own class, and not of a class derived from it."""
+def _settings_of(layer: AnyLayer, operator: Operator) -> tuple[Any, Any, Any, int] | None:
+    """Returns stride, padding, dilation and groups of a convolution, or None if `operator` is not one of torch's.
+
+    Classes derived from torch's may have a `_conv_forward` of their own, which computes something else.
+    """
+    if isinstance(operator, ConvolutionCall):
+        return operator.settings
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or type(layer)._conv_forward not in _CONVOLUTIONS:
-        return False
-    return bool(operator == layer._conv_forward)
+        return None
+    if operator != layer._conv_forward:
+        return None
+    padding = layer.padding if layer.padding_mode == "zeros" else 0
+    return layer.stride, padding, layer.dilation, layer.groups
+
+
+def _padded(layer: AnyLayer, x: Tensor) -> Tensor:
+    if layer.padding_mode == "zeros":
+        return x
+    return F.pad(x, layer._reversed_padding_repeated_twice, layer.padding_mode)
 
 
 def _convolution(
-    layer: AnyLayer,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     x_grid: IntegerGrid,
     weight_grid: IntegerGrid,
+    settings: tuple[Any, Any, Any, int],
     bias_codes: BiasCodes | None,
 ) -> Tensor | None:
     image = x if x.dim() == weight.dim() else x.unsqueeze(0)
-    padding: list[int] | tuple[int, ...] = [0] * (weight.dim() - 2)
-    if layer.padding_mode != "zeros":
-        image = F.pad(image, layer._reversed_padding_repeated_twice, layer.padding_mode)
-    elif layer.padding == "same":  # one more zero at the end if their number is odd
-        zeros = [dilation * (size - 1) for dilation, size in zip(layer.dilation, weight.shape[2:], strict=True)]
+    axes = weight.dim() - 2
+    stride, padding, dilation = (_for_axes(value, axes) for value in settings[:3])
+    if padding == "valid":
+        padding = [0] * axes
+    elif padding == "same":  # one more zero at the end if their number is odd
+        zeros = [by * (size - 1) for by, size in zip(dilation, weight.shape[2:], strict=True)]
         padding = [number // 2 for number in zeros]
-        image = (
-            F.pad(image, [number for one in reversed(zeros) for number in (0, one % 2)])
-            if any(n % 2 for n in zeros)
-            else image
-        )
-    elif layer.padding != "valid":
-        padding = layer.padding
-    geometry = Geometry(layer.stride, padding, layer.dilation, layer.groups)
+        if any(number % 2 for number in zeros):
+            image = F.pad(image, [number for one in reversed(zeros) for number in (0, one % 2)])
+    geometry = Geometry(stride, padding, dilation, settings[3])
     y = integer_convolution(image, weight, bias, x_grid, weight_grid, geometry, bias_codes)
     return y if y is None or x.dim() == weight.dim() else y.squeeze(0)
+
+
+def _for_axes(value: Any, axes: int) -> Any:
+    """Returns a setting of a convolution with one number for each axis."""
+    if isinstance(value, str):
+        return value
+    return [value] * axes if isinstance(value, int) else list(value) * (axes if len(value) == 1 else 1)
 
 
 def is_integer(spec: QuantSpec) -> bool:

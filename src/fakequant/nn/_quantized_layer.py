@@ -19,7 +19,7 @@ from fakequant.nn._folding import BatchNorm, bias_to_add
 from fakequant.nn._frozen_weights import Keeping
 from fakequant.nn._integer_sums import exact_product
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
-from fakequant.nn._operators import TorchFunction
+from fakequant.nn._operators import TorchFunction, convolution_call
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._quantizer_state import StateDict
 from fakequant.nn._recomputation import current_replay, runs
@@ -360,10 +360,8 @@ def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) 
 
     `function` is one of `LAYER_FUNCTIONS`. A layer with codes uses these instead of the given weight.
     """
-    rest, named = given.rest, given.named
-    if function is F.linear:
-        return compute(layer, linear, given.input, given.weight)
-    return compute(layer, lambda x, weight, bias: function(x, weight, bias, *rest, **named), given.input, given.weight)
+    operator = linear if function is F.linear else convolution_call(function, given.rest, given.named)
+    return compute(layer, operator, given.input, given.weight)
 
 
 def with_quantized_weights(layers: Sequence[AnyLayer], arguments: Any) -> Any:
