@@ -360,7 +360,7 @@ def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) 
 
     `function` is one of `LAYER_FUNCTIONS`. A layer with codes uses these instead of the given weight.
     """
-    operator = linear if function is F.linear else convolution_call(function, given.rest, given.named)
+    operator: Operator = linear if function is F.linear else convolution_call(function, given.rest, given.named)
     return compute(layer, operator, given.input, given.weight)
 
 
