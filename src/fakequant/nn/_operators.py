@@ -3,8 +3,9 @@
 Functions that compute the same have the same name: `x + y`, `x.add_(y)`, `torch.add`.
 """
 
+import dataclasses
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ LAYER_FUNCTIONS: dict[TorchFunction, str] = {
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
 
-class ConvolutionCall(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ConvolutionCall:
     """A convolution with settings, as an operator: a function of input, weight and bias."""
 
     function: TorchFunction
