@@ -281,7 +281,7 @@ def is_long(length: int) -> bool:
 
 
 def codes_tensor(shape: Sequence[int], grid: Grid) -> Tensor:
-    return Tensor(tuple(shape), "int8", scale=np.float32([grid.scale]), zero_point=grid.zero_point)
+    return Tensor(tuple(shape), "int8", scale=np.array([grid.scale], np.float32), zero_point=grid.zero_point)
 
 
 Options: TypeAlias = tuple[str, dict[str, Any]]

@@ -52,9 +52,7 @@ def write(graph: Graph, notes: dict[str, Any]) -> bytes:
 
 def pack(model: Any) -> bytes:
     """Returns the bytes of a model of the schema."""
-    import flatbuffers
-
-    builder = flatbuffers.Builder(1 << 20)
+    builder = require("flatbuffers", "flatbuffers", "litert").Builder(1 << 20)
     builder.Finish(model.Pack(builder), MAGIC)
     return bytes(builder.Output())
 

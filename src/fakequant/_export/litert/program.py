@@ -115,4 +115,5 @@ def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shap
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
     """Decomposes the operators that have no translation."""
     table = torch.export.default_decompositions()
-    return program.run_decompositions({op: function for op, function in table.items() if op not in KNOWN})
+    decomposed: ExportedProgram = program.run_decompositions({op: how for op, how in table.items() if op not in KNOWN})
+    return decomposed

@@ -343,15 +343,15 @@ def _arithmetic(t: _Translation, node: Node, code: str, name: str, a: Any, b: An
         tensors, order, shape = t.operands(*(_cast(t, value, node.meta["val"].dtype) for value in values))
         kind = str(node.meta["val"].dtype).removeprefix("torch.")
         return Known(t.graph.add(code, tensors, [Tensor(tuple(shape), kind)], (name, {})), order)
-    values = [_cast(t, value, torch.float32) for value in values]
+    left, right = (_cast(t, value, torch.float32) for value in values)
     path = t.graph.path
 
     def floats() -> Known:
         t.graph.path = path
-        return t.binary(code, (name, {}), *values)
+        return t.binary(code, (name, {}), left, right)
 
     def codes(grid: Grid) -> Known | None:
-        return _integers(t, code, name, *values, grid) if code in ("ADD", "MUL") else None
+        return _integers(t, code, name, left, right, grid) if code in ("ADD", "MUL") else None
 
     return Pending(shape_of(node), floats, codes)
 
@@ -968,13 +968,13 @@ def _gathered(t: _Translation, x: Value, index: Value, axis: int) -> Value:
 
 
 def index_select(t: _Translation, node: Node, x: Value, axis: int, index: Value) -> Value:
-    return _gathered(t, x, _positive(index, x.shape[axis]), axis % len(x.shape))
+    places = _positive(index, x.shape[axis]) if isinstance(index, Constant) else index
+    return _gathered(t, x, places, axis % len(x.shape))
 
 
-def _positive(index: Value, length: int) -> Value:
-    if isinstance(index, Constant):
-        return Constant(torch.where(index.value < 0, index.value + int(length), index.value))
-    return index
+def _positive(index: Constant, length: int) -> Constant:
+    """Returns indices that count from the front."""
+    return Constant(torch.where(index.value < 0, index.value + int(length), index.value))
 
 
 def index(t: _Translation, node: Node, x: Value, indices: Sequence[Any]) -> Value:
@@ -982,13 +982,13 @@ def index(t: _Translation, node: Node, x: Value, indices: Sequence[Any]) -> Valu
     if len(given) == 2 and all(isinstance(one, Constant) for _, one in given) and given[1][0] == given[0][0] + 1:
         (axis, a), (_, b) = given  # neighbouring axes become one
         length = int(x.shape[axis + 1])
-        a, b = (_positive(one, x.shape[axis + n]).value for n, one in enumerate((a, b)))
+        rows, columns = (_positive(one, x.shape[axis + n]).value for n, one in enumerate((a, b)))
         shape = (*x.shape[:axis], int(x.shape[axis]) * length, *x.shape[axis + 2 :])
-        return _gathered(t, reshaped(t, x, shape), Constant(a * length + b), axis)
+        return _gathered(t, reshaped(t, x, shape), Constant(rows * length + columns), axis)
     if len(given) != 1 or (isinstance(given[0][1], Constant) and given[0][1].value.dtype == torch.bool):
         raise NoOperator(_NO_OPERATOR.format(where=path_of(node) or "The model", name="indexing by several tensors"))
     axis, one = given[0]
-    return _gathered(t, x, _positive(one, x.shape[axis]), axis)
+    return _gathered(t, x, _positive(one, x.shape[axis]) if isinstance(one, Constant) else one, axis)
 
 
 def embedding(t: _Translation, node: Node, weight: Any, index: Value, *_: Any) -> Value:
