@@ -111,6 +111,11 @@ class Pending:
 Value: TypeAlias = Constant | Known | Pending
 
 
+def scale_of(tensor: Tensor) -> float:
+    """Returns the scale of a tensor of activations."""
+    return float(np.asarray(tensor.scale).reshape(-1)[0])
+
+
 def identity(rank: int) -> Order:
     return tuple(range(rank))
 
@@ -176,7 +181,7 @@ class Builder:
 
     def _quantized(self, found: Known, grid: Grid) -> Known:
         if found.tensor.is_codes:
-            own = (float(np.asarray(found.tensor.scale).reshape(-1)[0]), found.tensor.zero_point)
+            own = (scale_of(found.tensor), found.tensor.zero_point)
             if own == (float(np.float32(grid.scale)), grid.zero_point):
                 return found.like(self.limited(found.tensor, grid))
             found = self.floats(found)
@@ -256,6 +261,12 @@ class Builder:
         sizes = self.graph.constant(target, "int32")
         options = ("Reshape", {"newShape": np.array(target, np.int32)})
         return self.graph.add("RESHAPE", [tensor, sizes], [self.moved(tensor, shape)], options)
+
+    def sliced(self, tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Returns a part of a tensor."""
+        sizes = [-1 if isinstance(length, AnyLength) else length for length in shape]
+        constants = [self.graph.constant(some, "int32") for some in (start, sizes)]
+        return self.graph.add("SLICE", [tensor, *constants], [self.moved(tensor, shape)], ("Slice", {}))
 
     @staticmethod
     def moved(tensor: Tensor, shape: Sequence[int]) -> Tensor:

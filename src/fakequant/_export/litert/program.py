@@ -19,8 +19,9 @@ from fakequant._export.layers import DynamicLength
 from fakequant._export.litert.exported_modules import Tables, make_exportable
 from fakequant._export.litert.file import write
 from fakequant._export.litert.graph import Graph
+from fakequant._export.litert.operations import NoOperator
 from fakequant._export.litert.report import how_computed
-from fakequant._export.litert.translation import KNOWN, NoOperator, translate
+from fakequant._export.litert.translation import KNOWN, translate
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, digest_of_parameters
 from fakequant._model.leaves import return_tensors
 from fakequant._model.running import Args, Kwargs
