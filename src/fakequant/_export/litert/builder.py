@@ -18,6 +18,7 @@ import torch
 
 from fakequant._export.litert.graph import AnyLength, Graph, Order, Tensor
 from fakequant._runtimes.litert.arithmetic import float_codes
+from fakequant._runtimes.reciprocal_rounding import reciprocal_code
 
 LOW, HIGH = -128, 127
 # Whether a bound of an activation is so near to the middle between two codes that kernels may differ.
@@ -35,12 +36,12 @@ class Grid:
 
     def code(self, value: float) -> int:
         """Returns the code of a number."""
-        return min(max(round(value * (1.0 / self.scale)) + self.zero_point, self.low), self.high)
+        return min(max(reciprocal_code(value, self.scale, self.zero_point), self.low), self.high)
 
     def limited(self, low: float | None, high: float | None) -> "Grid":
         """Returns the grid without the codes of numbers below `low` and above `high`."""
-        lowest = self.low if low is None else self.code(low)
-        return dataclasses.replace(self, low=lowest, high=self.high if high is None else max(self.code(high), lowest))
+        highest = self.high if high is None else self.code(high)
+        return dataclasses.replace(self, low=self.low if low is None else min(self.code(low), highest), high=highest)
 
     def activation(self) -> str | None:
         """Returns the activation that limits codes in this way, or None if there is none."""

@@ -11,7 +11,7 @@ import torch
 from fakequant._export.litert.builder import Builder, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.exported_modules import Weight
 from fakequant._export.litert.graph import Tensor
-from fakequant._runtimes.litert.arithmetic import has_layer
+from fakequant._runtimes.reciprocal_arithmetic import has_layer
 
 FUSED = {"NONE": 0, "RELU": 1, "RELU6": 3}
 SAME, VALID = 0, 1
