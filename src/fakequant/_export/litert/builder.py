@@ -58,13 +58,18 @@ class Grid:
 
 @dataclasses.dataclass(eq=False)
 class Constant:
-    """A tensor of torch that does not depend on inputs."""
+    """A tensor of torch that does not depend on inputs.
+
+    Its rows along axes of any length are the same: `value` has one of them.
+    """
 
     value: torch.Tensor
+    # The shape, if there are such axes.
+    long_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
+        return tuple(self.value.shape) if self.long_shape is None else self.long_shape
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,6 +150,8 @@ class Builder:
         order = identity(data.dim()) if order is None else order
         array = data.permute(order).contiguous().numpy()
         array = array.astype(np.float32) if array.dtype == np.float64 else array
+        if value.long_shape is not None:
+            return Known(Tensor(tuple(value.shape[axis] for axis in order), array.dtype.name, data=array), order)
         return Known(self.graph.constant(array, array.dtype.name), order)
 
     def floats(self, value: Value) -> Known:
@@ -253,7 +260,7 @@ class Builder:
         if tuple(tensor.shape) == tuple(shape):
             return tensor
         if tensor.data is not None and tensor.axis == 0 and (tensor.scale is None or np.size(tensor.scale) == 1):
-            made = dataclasses.replace(tensor, data=tensor.data.reshape(shape))
+            made = dataclasses.replace(tensor, data=tensor.data.reshape(stored_shape(shape)))
             made.shape = tuple(shape)
             return made
         target = [-1 if isinstance(length, AnyLength) else length for length in shape]
@@ -290,6 +297,11 @@ class Builder:
 def is_long(length: int) -> bool:
     """Returns True for an axis that may have several elements."""
     return isinstance(length, AnyLength) or length != 1
+
+
+def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape in which a constant is stored: one row along axes of any length."""
+    return tuple(1 if isinstance(length, AnyLength) else length for length in shape)
 
 
 def codes_tensor(shape: Sequence[int], grid: Grid) -> Tensor:

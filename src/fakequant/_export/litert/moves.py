@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fakequant._export.litert.builder import Constant, Known, Pending, Value, identity, is_long
+from fakequant._export.litert.builder import Constant, Known, Pending, Value, identity, is_long, stored_shape
 from fakequant._export.litert.graph import AnyLength
 from fakequant._export.litert.layers import pad_zeros
 from fakequant._export.litert.operations import Operations, shape_of
@@ -51,7 +51,8 @@ def without_axes(t: Operations, found: Known, axes: Sequence[int]) -> Known:
 
 def permuted(t: Operations, x: Value, axes: Sequence[int]) -> Value:
     if isinstance(x, Constant):
-        return Constant(x.value.permute(tuple(axes)))
+        long_shape = None if x.long_shape is None else tuple(x.long_shape[axis] for axis in axes)
+        return Constant(x.value.permute(tuple(axes)), long_shape)
     axes = [axis % len(x.shape) for axis in axes]
 
     def move(found: Known) -> Known:
@@ -68,7 +69,8 @@ def reshaped(t: Operations, x: Value, shape: Sequence[int]) -> Value:
     """Returns a value with another shape. Axes stay where they are if only neighbours are joined or split."""
     shape = tuple(shape)
     if isinstance(x, Constant):
-        return Constant(x.value.reshape(tuple(int(one) for one in shape)))
+        value = x.value.reshape(stored_shape(shape))
+        return Constant(value, None if x.long_shape is None else shape)
 
     def move(found: Known) -> Known:
         groups = _groups(found.shape, shape)

@@ -117,12 +117,16 @@ class _Translation(Operations):
     def folded(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Computes what does not depend on inputs."""
         target: Any = node.target
-        if any(isinstance(leaf, AnyLength) for leaf in [*_leaves(args), *_leaves(list(kwargs.values()))]):
-            raise NotImplementedError(f"a constant as long as the batch, in {path_of(node) or 'the model'}")
-        value = target(*_map(args, _torch_value), **_map(kwargs, _torch_value))
-        if isinstance(value, torch.Tensor):
+        value = target(*_map(args, _one_row), **_map(kwargs, _one_row))
+        if not isinstance(value, torch.Tensor):
+            return [Constant(one) for one in value] if isinstance(value, (tuple, list)) else value
+        shape = shape_of(node)
+        if not any(isinstance(length, AnyLength) for length in shape):
             return Constant(value)
-        return [Constant(one) for one in value] if isinstance(value, (tuple, list)) else value
+        whole = target(*_map(args, _all_rows), **_map(kwargs, _all_rows))
+        if not torch.equal(value.expand_as(whole), whole):
+            raise NotImplementedError(f"a constant as long as the batch, in {path_of(node) or 'the model'}")
+        return Constant(value, shape)
 
     def value(self, arg: Any) -> Any:
         """Returns an argument of a call, with values for nodes."""
@@ -225,8 +229,18 @@ def _map(args: Any, function: Callable[[Any], Any]) -> Any:
     return function(args)
 
 
-def _torch_value(arg: Any) -> Any:
-    return arg.value if isinstance(arg, Constant) else arg
+def _one_row(arg: Any) -> Any:
+    """Returns an argument with length 1 for axes of any length."""
+    if isinstance(arg, Constant):
+        return arg.value
+    return 1 if isinstance(arg, AnyLength) else arg
+
+
+def _all_rows(arg: Any) -> Any:
+    """Returns an argument with the lengths of the example."""
+    if isinstance(arg, Constant):
+        return arg.value.expand(tuple(int(length) for length in arg.shape))
+    return int(arg) if isinstance(arg, AnyLength) else arg
 
 
 # Operators whose arguments may be quantized weights.
