@@ -10,7 +10,7 @@ import torch
 
 from fakequant._export.litert.builder import Builder, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.exported_modules import Weight
-from fakequant._export.litert.graph import Tensor
+from fakequant._export.litert.graph import AnyLength, Tensor
 from fakequant._runtimes.reciprocal_arithmetic import has_layer
 
 FUSED = {"NONE": 0, "RELU": 1, "RELU6": 3}
@@ -79,7 +79,7 @@ def _is_empty(weight: Weight) -> torch.Tensor:
     """Returns which outputs have no weights and no bias."""
     assert weight.codes is not None
     is_empty = (weight.codes == 0).transpose(0, weight.axis).flatten(1).all(1)
-    return is_empty if weight.bias is None else is_empty & (weight.bias[0] == 0)
+    return is_empty if weight.bias is None else is_empty & (weight.bias[0] == 0).reshape(-1, len(is_empty)).all(0)
 
 
 def _in_float(builder: Builder, call: Layer, why: str) -> Known:
@@ -231,6 +231,8 @@ class _Emission:
         _, outputs, *kernel = call.weight.floats.shape
         if any(one != 1 for one in call.dilation):
             raise NotImplementedError("transposed convolutions with dilation")
+        if any(isinstance(length, AnyLength) for length in x.shape):
+            raise NotImplementedError("transposed convolutions, whose results must have a known length")
         if call.groups > 1:
             return self.transposed_groups(x)
         sizes = [call.shape[axis] + 2 * pad for axis, pad in zip((2, 3), call.padding, strict=True)]
@@ -249,7 +251,36 @@ class _Emission:
         return self.builder.sliced(made, (0, *call.padding, 0), cut)
 
     def transposed_groups(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("transposed convolutions with groups")
+        """Computes the groups one by one. There is no kernel for all."""
+        call, parts = self.call, []
+        *sizes, channels = x.shape
+        inputs, outputs = channels // call.groups, call.shape[1] // call.groups
+        for group in range(call.groups):
+            some = self.builder.sliced(x, (0, 0, 0, group * inputs), (*sizes, inputs))
+            rows = slice(group * outputs, (group + 1) * outputs)
+            one = dataclasses.replace(
+                call,
+                weight=_group_of(call.weight, slice(group * inputs, (group + 1) * inputs), rows),
+                bias=None if call.bias is None else call.bias[rows],
+                shape=(call.shape[0], outputs, *call.shape[2:]),
+                groups=1,
+            )
+            parts.append(_Emission(self.builder, one, Known(some, (0, 2, 3, 1)), self.grid, self.why).transposed(some))
+        shape = [call.shape[axis] for axis in (0, 2, 3, 1)]
+        options = ("Concatenation", {"axis": 3})
+        return self.graph.add("CONCATENATION", list(parts), [self.builder.moved(parts[0], shape)], options)
+
+
+def _group_of(weight: Weight, inputs: slice, outputs: slice) -> Weight:
+    """Returns the part of a transposed convolution's weight that computes a group of outputs."""
+    bias = None if weight.bias is None else (weight.bias[0][outputs], weight.bias[1][outputs])
+    return dataclasses.replace(
+        weight,
+        floats=weight.floats[inputs],
+        codes=None if weight.codes is None else weight.codes[inputs],
+        scale=weight.scale if weight.scale is None or weight.axis == 1 else weight.scale[inputs],
+        bias=bias,
+    )
 
 
 def padded(builder: Builder, x: Tensor, kernel: Sequence[int], call: Layer) -> tuple[Tensor, int]:

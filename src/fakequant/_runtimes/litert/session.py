@@ -94,7 +94,7 @@ class LitertSession(Session):
             codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
             # Rows that are the same for the whole batch are computed once.
             lengths = [batch if any_length else size for any_length, size in zip(is_long, codes.shape, strict=True)]
-            codes = np.broadcast_to(codes, lengths)
+            codes = np.broadcast_to(codes, lengths).copy()
             run.codes.setdefault(path, {})[number] = codes.transpose([order.index(axis) for axis in range(len(order))])
         return run
 
