@@ -52,14 +52,15 @@ def export_litert(
 
     Needs `pip install "fakequant[litert]"`.
 
-    >>> import tempfile, fakequant as fq
+    >>> import tempfile, torch, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="litert"), torch.ones(1, 4))
     >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     print(export_litert(model, f"{folder}/model.tflite", torch.ones(1, 4)))
+    ...     print(export_litert(model, f"{folder}/model.tflite", torch.ones(1, 4)))  # doctest: +ELLIPSIS
     8 multiplications: 100.0% in integers
     layers in integers: 1 of 1
     transposes: 0
+    bytes: ... of the file, 20 of tensors at a time
     batches: the length of the example
     """
     check_module(model)
