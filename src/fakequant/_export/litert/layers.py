@@ -142,8 +142,6 @@ class _Emission:
         path = self.call.weight.path or self.graph.path
         more = {"path": path, "products": products, "why_float": self.why}
         made: Tensor = limited(self.graph.add(code, inputs, [out], (name, values), **more))
-        if self.call.weight.codes is not None and inputs[1] is not None and code != "TRANSPOSE_CONV":
-            self.graph.weights.setdefault(path, (inputs[1], []))[1].append(inputs[2])  # type: ignore[arg-type]
         return made
 
     # --- forms
@@ -241,10 +239,7 @@ class _Emission:
         options = ("TransposeConv", {"padding": VALID, "strideH": call.stride[0], "strideW": call.stride[1]})
         shape = self.graph.constant([int(length) for length in whole], "int32")
         products = prod(x.shape) * outputs * prod(kernel)
-        bias = self.bias(outputs)
-        made = self.add("TRANSPOSE_CONV", [shape, weight, x, bias], whole, options, products)
-        if call.weight.codes is not None:
-            self.graph.weights.setdefault(call.weight.path, (weight, []))[1].append(bias)
+        made = self.add("TRANSPOSE_CONV", [shape, weight, x, self.bias(outputs)], whole, options, products)
         if not any(call.padding):
             return made
         cut = (call.shape[0], call.shape[2], call.shape[3], outputs)

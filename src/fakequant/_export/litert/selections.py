@@ -100,7 +100,6 @@ def embedding(t: Operations, node: Node, weight: Any, index: Value, *_: Any) -> 
     assert found.scale is not None
     codes = Tensor(tuple(found.codes.shape), "int8", f"{found.path}.weight", found.codes.numpy())  # type: ignore
     rows = t.builder.known(gathered(t, Known(codes, (0, 1)), index, 0))
-    t.graph.weights.setdefault(found.path, (codes, []))
     numbers = rows.like(t.graph.add("CAST", [rows.tensor], [Tensor(rows.tensor.shape, "float32")], ("Cast", {})))
     if found.axis == 1 or float(found.scale.min()) == float(found.scale.max()):
         scale: Value = Constant(found.scale if found.axis == 1 else found.scale[0])
