@@ -374,12 +374,15 @@ def ort_static(task: Task, folder: Path, bits: int = 8) -> Row:
 
 
 def ort_dynamic(task: Task, folder: Path) -> Row:
+    import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     ready, path = folder / "ready.onnx", folder / "dynamic.onnx"
     quant_pre_process(str(float_file(task, folder)), str(ready), skip_symbolic_shape=True)
-    quantization.quantize_dynamic(str(ready), str(path), per_channel=True)
+    model = onnx.load(ready)
+    del model.graph.value_info[:]  # shapes that it would compare with those of weights that it has transposed
+    quantization.quantize_dynamic(model, str(path), per_channel=True)
     return in_onnxruntime(path)
 
 

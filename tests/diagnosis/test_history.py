@@ -161,5 +161,5 @@ def test_health_has_the_ends_of_each_grid_and_writes_them_to_any_writer():
         found.log(board, 7)
         assert board.seen == boards[0].seen
     assert boards[0].seen["0.input_quantizer/scale"] == (float(quantizer.scale), 7)
-    with pytest.raises(TypeError, match="add_scalar"):
+    with pytest.raises(TypeError, match="one of the methods add_scalar, log_metrics"):
         found.log(object(), 7)

@@ -71,6 +71,13 @@ def test_summary_bytes_count_codes_and_scales():
     assert found.bytes_after == 640 // 2 + 4 * 20
 
 
+def test_summary_bytes_count_codes_instead_of_what_weights_are_computed_from():
+    normed = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    found = fq.summary(fq.prepare(nn.Sequential(*normed), recipes.int4_weight_only(4)))
+    assert found.bytes_before == 2 * 4 * (16 + 4)
+    assert found.bytes_after == 2 * (16 // 2 + 4 * 4)
+
+
 def test_summary_does_not_count_learned_scales_as_parameters():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.lsq(4), torch.ones(1, 4))
     found = fq.summary(model)

@@ -44,8 +44,9 @@ def test_from_torch_ao_refuses_unsupported_modules(make, message):
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), tq.MinMaxObserver(), None, "FakeQuantize"], ids=str)
 def test_from_torch_ao_refuses_objects_that_are_not_fake_quantize_modules(module):
-    with pytest.raises(TypeError, match=r"fake-quantize module of torch\.ao"):
+    with pytest.raises(TypeError, match=r"fake-quantize module of torch\.ao") as error:
         from_torch_ao(module)
+    assert ("load_torch_ao_state for a whole model" in str(error.value)) == isinstance(module, torch.nn.Module)
 
 
 def ours_per_channel():

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fakequant._model.unfit_ranges import find_problem
 from fakequant._prepare.attach import FLOW_BUFFER, preparation
@@ -238,9 +239,15 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
     for module in model.modules():
         quantizer = getattr(module, "weight_quantizer", None)
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
-            weight = stored_weight(module, module._fakequant.kind.weight_name)
+            name = module._fakequant.kind.weight_name
+            weight = stored_weight(module, name)
+            stored = id(weight)
+            if is_parametrized(module, name):  # codes replace what the weight is computed from
+                stored = id(module)
+                for p in module.parametrizations[name].parameters():
+                    sizes.pop(id(p), None)
             scales, spec = prod(quantizer._blocks or ()), quantizer.spec
-            sizes[id(weight)] = weight_bytes(weight.numel(), spec.bits, scales, spec.scale_format)
+            sizes[stored] = weight_bytes(weight.numel(), spec.bits, scales, spec.scale_format)
     return before, sum(sizes.values())
 
 

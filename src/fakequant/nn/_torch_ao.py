@@ -11,7 +11,7 @@
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions, tensor_torch_names
 from fakequant._backends.types import FusedArguments
@@ -151,7 +151,8 @@ def from_torch_ao(module: TorchAoModule) -> Quantizer:
     """
     observer = getattr(module, "activation_post_process", None)
     if observer is None or not hasattr(module, "fake_quant_enabled"):
-        raise TypeError(f"`module` must be a fake-quantize module of torch.ao, got {type(module).__name__}.")
+        whole = "\nUse fakequant.load_torch_ao_state for a whole model." if isinstance(module, nn.Module) else ""
+        raise TypeError(f"`module` must be a fake-quantize module of torch.ao, got {type(module).__name__}.{whole}")
     scheme = str(observer.qscheme)
     if "float_qparams" in scheme:
         raise ValueError("Zero points with a fraction (float_qparams) are not supported.")
