@@ -17,7 +17,7 @@ from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._folding import BatchNorm, bias_to_add
 from fakequant.nn._frozen_weights import Keeping
-from fakequant.nn._integer_sums import exact_product
+from fakequant.nn._integer_sums import KeptWeight, exact_product, kept_weight
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
 from fakequant.nn._operators import TorchFunction
 from fakequant.nn._quantizer import Quantizer
@@ -142,7 +142,7 @@ class Quantization(LayerRecord, Keeping):
         """Returns the quantized weight and the bias, for several calls of `compute`. No batch norm may follow."""
         assert self.norm is None
         weight = self.quantized_weight(layer)
-        return weight, bias_to_add(layer, weight, weight)
+        return Operands(weight, bias_to_add(layer, weight, weight), kept_weight(layer, weight))
 
     def compute(
         self,
@@ -169,10 +169,10 @@ class Quantization(LayerRecord, Keeping):
         if operands is not None:
             x = self.quantize_input(layer, input)
             if not self.save_codes:
-                return operator(x, *operands)
+                return self._product(layer, operator, x, *operands)
             # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
-            with saving_codes(x, input_grid_of(layer), operands[0], None, operands[0]):
-                return operator(x, *operands)
+            with saving_codes(x, input_grid_of(layer), operands.weight, None, operands.weight):
+                return self._product(layer, operator, x, *operands)
         # Looked up in the dicts of the module, because reading its attributes takes longer.
         modules, name = layer._modules, self.kind.weight_name
         own = layer._parameters.get(name) if weight is None else None
@@ -190,9 +190,9 @@ class Quantization(LayerRecord, Keeping):
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         sources = (None if quantize_input is None else input), source
         if not self.save_codes or not torch.is_grad_enabled():
-            return self._product(layer, operator, x, weight, bias, sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return self._product(layer, operator, x, weight, bias, sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources)
 
     def _product(
         self,
@@ -201,16 +201,18 @@ class Quantization(LayerRecord, Keeping):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        kept: KeptWeight | None = None,
         sources: tuple[Tensor | None, Tensor | None] = (None, None),
         rows: slice | None = None,
     ) -> Tensor:
         """Returns `operator` of quantized tensors, with exact sums if the layer has them.
 
-        `sources` are the tensors before they were quantized, if this layer has just quantized them. With `rows`,
-        `weight` and `bias` are these rows of the layer's.
+        `kept` is the weight as integers, if several calls share it. `sources` are the tensors before they were
+        quantized, if this layer has just quantized them. With `rows`, `weight` and `bias` are these rows of the
+        layer's.
         """
         if self.exact_sums:
-            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows)
+            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows, kept)
             if y is not None:
                 return y
         return operator(x, weight, bias)
