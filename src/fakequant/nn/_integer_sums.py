@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant._backends.torch.grouped_linear import groups_of
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
 from fakequant._backends.torch.integer_grouped_linear import integer_grouped_linear
 from fakequant._backends.torch.integer_linear import (
@@ -55,15 +55,16 @@ def exact_product(
     sources: tuple[Tensor | None, Tensor | None] = (None, None),
     rows: slice | None = None,
     kept: KeptWeight | None = None,
+    groups: Groups | None = None,
 ) -> Tensor | None:
     """Returns what `operator` computes, with exact sums, or None if it has none or its sums are not integers.
 
     `x` and `weight` are quantized. `sources` are the tensors before that, if this call has quantized them. With `rows`,
     `weight` and `bias` are these rows of the layer's. `kept` is what `kept_weight` returned for the weight.
+    `operator` is the product of `groups`, if there are any.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
     is_convolution = _is_convolution(layer, operator)
-    groups = groups_of(operator)
     if not is_convolution and groups is None and operator not in (linear, F.linear, transposed_linear):
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:

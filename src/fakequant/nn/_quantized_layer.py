@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
@@ -151,6 +152,7 @@ class Quantization(LayerRecord, Keeping):
         input: Tensor,
         operands: Operands | None = None,
         weight: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> Tensor:
         """Returns `operator` of the quantized input, the quantized weight and the bias.
 
@@ -190,9 +192,9 @@ class Quantization(LayerRecord, Keeping):
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         sources = (None if quantize_input is None else input), source
         if not self.save_codes or not torch.is_grad_enabled():
-            return self._product(layer, operator, x, weight, bias, sources=sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return self._product(layer, operator, x, weight, bias, sources=sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
 
     def _product(
         self,
@@ -204,18 +206,23 @@ class Quantization(LayerRecord, Keeping):
         kept: KeptWeight | None = None,
         sources: tuple[Tensor | None, Tensor | None] = (None, None),
         rows: slice | None = None,
+        groups: Groups | None = None,
     ) -> Tensor:
         """Returns `operator` of quantized tensors, with exact sums if the layer has them.
 
         `kept` is the weight as integers, if several calls share it. `sources` are the tensors before they were
         quantized, if this layer has just quantized them. With `rows`, `weight` and `bias` are these rows of the
-        layer's.
+        layer's. `operator` is the product of `groups`, if there are any.
         """
         if self.exact_sums:
-            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows, kept)
+            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows, kept, groups)
             if y is not None:
                 return y
         return operator(x, weight, bias)
+
+    def compute_groups(self, layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
+        return self.compute(layer, groups.linear, input, groups=groups)
 
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""

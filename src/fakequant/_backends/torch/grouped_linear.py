@@ -8,7 +8,7 @@ Compilers treat the operators as opaque, because the numbers of rows are only kn
 The derivatives of each are calls of both, so they can be differentiated any number of times.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -135,14 +135,3 @@ class Groups(NamedTuple):
     def rows_of(self, value: Tensor) -> Tensor:
         """Returns values per expert and channel, as one vector, as a row of channels for each row. Keeps scalars."""
         return value if value.dim() == 0 else value.unflatten(0, (self.number, -1))[self.experts]
-
-
-def groups_of(operator: Any) -> Groups | None:
-    """Returns the groups whose `linear` is `operator`, or None if it is another function.
-
-    >>> groups = Groups(torch.tensor([0]), 1)
-    >>> groups_of(groups.linear) is groups, groups_of(torch.mm)
-    (True, None)
-    """
-    found = getattr(operator, "__self__", None)
-    return found if isinstance(found, Groups) else None
