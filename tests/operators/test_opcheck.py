@@ -12,6 +12,7 @@ from thoroughness import ALL
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("fakequant._backends.torch.operators")
 observers = pytest.importorskip("fakequant.observers")
+pytest.importorskip("fakequant.nn")  # which defines the operators of products
 
 # From torch 2.15 on, opcheck reads `.grad` of every tensor, which warns if the tensor is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
