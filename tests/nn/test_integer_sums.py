@@ -5,44 +5,17 @@ import dataclasses
 import pickle
 
 import pytest
+from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from fakequant import _native, presets, recipes
+from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
+from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, integer_linear
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.testing.assertions import assert_same_bits
-
-torch = pytest.importorskip("torch")
-compiled_nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution  # noqa: E402
-from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, integer_linear  # noqa: E402
+from integer_sums_cases import PRODUCTS, multiply_by, restored_settings, torch  # noqa: F401
 
 nn = torch.nn
-
-# Whatever computes the sums.
-PRODUCTS = (*_native.supported_targets(), "without int8", "low precision", "in Python")
-
-
-def multiply_by(how, monkeypatch):
-    if how in _native.supported_targets():
-        _native.select_target(how)
-    if how == "in Python":
-        monkeypatch.setattr(compiled_nodes, "compiled", None)
-    if how == "without int8":
-        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
-    if how == "low precision":
-        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
-        torch.set_float32_matmul_precision("medium")
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    threads, precision, target = torch.get_num_threads(), torch.get_float32_matmul_precision(), _native.target()
-    yield
-    _native.select_target(target)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
 
 
 def operands(rows, inner, columns, zero, extreme):
