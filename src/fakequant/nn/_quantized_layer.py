@@ -25,6 +25,7 @@ from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._quantizer_state import StateDict
 from fakequant.nn._recomputation import current_replay, runs
 from fakequant.nn._records import (
+    FACTORS,
     TOKENS,
     DerivedModule,
     LayerRecord,
@@ -41,7 +42,7 @@ QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 # Those that only `nn.MultiheadAttention` has.
 ATTENTION_QUANTIZERS = ("projection_quantizer", "attention_quantizer")
 # Attributes that prepared and converted layers add. A user's layer must not have them.
-RESERVED = ("_fakequant", TOKENS, "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
+RESERVED = ("_fakequant", TOKENS, FACTORS, "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
 
 
 class QuantizedLayer(DerivedModule):
@@ -61,6 +62,10 @@ class QuantizedLayer(DerivedModule):
         key = prefix + TOKENS
         if key in missing:  # it need not be there: the state of a float model has none
             missing.remove(key)
+        key = prefix + FACTORS
+        if key in missing and prefix + self._fakequant.kind.weight_name in state_dict:  # a weight without factors
+            missing.remove(key)
+            self.get_buffer(FACTORS).fill_(1)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -20,6 +20,8 @@ NAME = "_fakequant"
 # A buffer of prepared layers with a 2-D weight and a batch norm that `convert` may fold: 1 if the input had more than
 # two axes when last observed. The batch norm then normalizes another axis than the layer's channels.
 TOKENS = "fakequant_tokens"
+# A buffer of layers that multiply their input; see `_input_factors.py`.
+FACTORS = "fakequant_factors"
 # Computes the result of a layer from its input, weight and bias.
 Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
