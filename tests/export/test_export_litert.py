@@ -7,7 +7,6 @@ from torch import Tensor, nn, randn
 
 import fakequant as fq
 from fakequant import presets, recipes
-from thoroughness import only_in_test_all
 
 pytest.importorskip("ai_edge_litert.interpreter")
 
@@ -285,23 +284,3 @@ def test_paths_of_other_formats(tmp_path):
     model = fq.prepare(nn.Linear(4, 3), recipes.int8(target="litert"), torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"\.onnx files have another format(.|\n)*export_onnx"):
         fq.export_litert(model, tmp_path / "m.onnx", torch.ones(1, 4))
-
-
-@only_in_test_all
-@pytest.mark.parametrize("recipe", ["int8", "w4a8"])
-@pytest.mark.parametrize(
-    "name", ["mobilenetv2_100", "mobilenetv3_small_100", "efficientnet_lite0", "resnet18", "vit_tiny_patch16_224"]
-)
-def test_networks_of_timm(name, recipe, tmp_path):
-    from fitted_norms import fit_norms
-    from vision_packages import find_vision_packages
-
-    find_vision_packages()
-    timm = pytest.importorskip("timm")
-    x = randn(2, 3, 64, 64, generator=generator())
-    settings = {"img_size": 64} if "vit" in name else {}
-    network = fit_norms(timm.create_model(name, num_classes=10, **settings).eval(), x)
-    model, report, path = written(network, x, tmp_path, getattr(recipes, recipe)(target="litert"))
-    assert report.share == 1.0
-    found = assert_same(model, path, x, ties=4)
-    assert found.integer_multiplications >= 0.95 * found.multiplications
