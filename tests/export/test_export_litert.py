@@ -269,15 +269,19 @@ class Odd(nn.Module):
         return self.function(self.fc(x))
 
 
+DYNAMIC = {"dynamic_batch": True}
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
         (torch.linalg.svdvals, {}, "The model calls aten.*svd.*for which LiteRT has no operator"),
         (
-            lambda x: x + torch.arange(len(x))[:, None],
-            {"dynamic_batch": True},
-            "as long as the batch(.|\n)*dynamic_batch",
+            lambda x: x + torch.arange(x.shape[0])[:, None],
+            DYNAMIC,
+            "constant as long as the batch(.|\n)*dynamic_batch=False",
         ),
+        (lambda x: x + torch.arange(len(x))[:, None], DYNAMIC, "to be a constant(.|\n)*dynamic_batch=False"),
     ],
 )
 def test_models_that_cannot_be_exported(function, options, message, tmp_path):
