@@ -148,3 +148,14 @@ def test_means(axes):
         places = graphs.Tensor((len(axes),), "int32", data=np.array(axes, np.int32))
         theirs = run("MEAN", [(x, x_of)], shape, of, ("Reducer", {"keepDims": True}), [places])
         same(OURS.from_average(value(x, x_of), x_of, axes, of), theirs)
+
+
+@pytest.mark.parametrize("resolver", ["BUILTIN_WITHOUT_DEFAULT_DELEGATES", "BUILTIN_REF"])
+@pytest.mark.parametrize("kind", ["linear", "conv", "depthwise", "transposed"])
+def test_kernels_in_fixed_point_are_one_code_off_at_most(kind, resolver):
+    """Apps can choose LiteRT's own kernels. The golden model does not follow them: docs/guides/runtimes.md says so."""
+    found = []
+    for number, scales in enumerate(SCALES):
+        mine, theirs = layer(kind, scales, number)
+        found.append(np.abs(mine.numpy() - theirs(resolver)).max())
+    assert max(found) == 1

@@ -1,8 +1,7 @@
-"""`verify` runs .tflite files in LiteRT: its codes are those of the golden model, and changed files are refused."""
+"""`verify` runs .tflite files in LiteRT: its codes are those of the golden model."""
 
 import platform
 
-import numpy as np
 import pytest
 
 import fakequant as fq
@@ -11,7 +10,6 @@ from thoroughness import ALL
 torch = pytest.importorskip("torch")
 pytest.importorskip("ai_edge_litert.interpreter")
 recipes = pytest.importorskip("fakequant.recipes")
-files = pytest.importorskip("fakequant._export.litert.file")
 digit_models = pytest.importorskip("digit_models")
 
 pytestmark = [
@@ -23,7 +21,6 @@ pytestmark = [
 # Every recipe occurs, and every model in `make test-all`.
 CASES = [("residual", "lsq"), ("encoder", "int8")] + ([("mlp", "int8"), ("depthwise", "w4a8")] if ALL else [])
 DATA = [digit_models.digits(16, 2), digit_models.digits(16, 3)]
-TAMPERS = 220 if ALL else 12
 
 
 @pytest.fixture(scope="module")
@@ -100,79 +97,3 @@ def test_file_of_another_model(exported):
     other = digit_models.calibrated("mlp", "lsq", "litert")
     with pytest.raises(ValueError, match="does not belong to the model: a parameter is different in the file"):
         fq.verify(other, exported("mlp", "int8")[1], DATA)
-
-
-# --- changed files --------------------------------------------------------------------------------
-
-
-def says_ok(model, data, path):
-    """Returns whether `verify` is content with a file of these bytes."""
-    path.write_bytes(data)
-    try:
-        return fq.verify(model, path, DATA[:1], runtime="litert").ok
-    except ValueError:
-        return False
-
-
-def test_damaged_files(exported, tmp_path):
-    model, path, _ = exported("mlp", "int8")
-    whole, bad = path.read_bytes(), tmp_path / "m.tflite"
-    for data, message in (
-        (b"", "is empty"),
-        (b"# no model", "is not a .tflite file"),
-        (whole[: len(whole) // 2], "was changed|is damaged"),
-        (whole[:8] + bytes(1000), "is damaged"),
-        (whole.replace(b"sha256:", b"sha255:"), "was not written by fakequant.export_litert"),
-    ):
-        bad.write_bytes(data)
-        with pytest.raises(ValueError, match=message):
-            fq.verify(model, bad, DATA, runtime="litert")
-
-
-def test_changed_bytes(exported, tmp_path, record_property):
-    """Every second hash is made to match again."""
-    model, path, _ = exported("mlp", "int8")
-    whole, rng = path.read_bytes(), np.random.default_rng(0)
-    seal = files._SEALED.search(whole)
-    ok = []
-    assert says_ok(model, files.sealed(whole), tmp_path / "m.tflite")
-    for number, place in enumerate(rng.choice(len(whole), TAMPERS, replace=False).tolist()):
-        if seal.start() <= place < seal.end():
-            continue
-        changed = bytearray(whole)
-        changed[place] ^= 1 << int(rng.integers(8))
-        data = files.sealed(bytes(changed)) if number % 2 else bytes(changed)
-        if says_ok(model, data, tmp_path / "m.tflite"):
-            ok.append((number, place))
-    record_property("tampers", TAMPERS)
-    assert ok == []
-
-
-def _weight(graph, model):
-    buffer = model.buffers[next(t.buffer for t in graph.tensors if t.name == b"3.weight")]
-    buffer.data = np.array(buffer.data)
-    buffer.data[0] ^= 1
-
-
-def _scale(graph, model):
-    tensor = next(t for t in graph.tensors if t.name.startswith(b"3.input_quantizer"))
-    tensor.quantization.scale = np.nextafter(tensor.quantization.scale, np.float32(9))
-
-
-def _activation(graph, model):
-    options = next(op.builtinOptions for op in graph.operators if hasattr(op.builtinOptions, "keepNumDims"))
-    options.fusedActivationFunction ^= 1
-
-
-def _zero_point(graph, model):
-    quantization = next(t for t in graph.tensors if t.name.startswith(b"5.input_quantizer")).quantization
-    quantization.zeroPoint = quantization.zeroPoint + 1
-
-
-@pytest.mark.parametrize("change", [_weight, _scale, _activation, _zero_point])
-def test_changed_parts(change, exported, tmp_path):
-    """The file is one that LiteRT runs, and its hash matches."""
-    model, path, _ = exported("mlp", "int8")
-    made = files.schema().ModelT.InitFromPackedBuf(path.read_bytes())
-    change(made.subgraphs[0], made)
-    assert not says_ok(model, files.sealed(files.pack(made)), tmp_path / "m.tflite")

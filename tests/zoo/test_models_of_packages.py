@@ -14,7 +14,7 @@ from fakequant._prepare.record_flow import record_flow
 from fakequant._runtimes import find
 from thoroughness import ALL
 from vision_packages import find_vision_packages
-from zoo_models import MODELS
+from zoo_models import MODELS, PHONE
 
 pytest.importorskip("onnxruntime")
 find_vision_packages()
@@ -53,6 +53,22 @@ def test_layers_of_a_model_run_in_integers(name):
     assert found.ok, str(found)
     assert found.float_kernels == {}
     assert found.integer_multiplications >= 0.95 * multiplications_of_layers(model, example), str(found)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "w4a8"] if ALL else ["w4a8"])
+@pytest.mark.parametrize("name", PHONE if ALL else ["vit_tiny"])
+def test_networks_for_phones_run_in_integers(name, recipe, tmp_path):
+    pytest.importorskip("ai_edge_litert")
+    network, x = made(PHONE[name])
+    config = getattr(fq.recipes, recipe)(target="litert")
+    model = fq.calibrate(fq.prepare(network.eval(), config, x), [x], progress=False)
+    report = fq.export_litert(model, tmp_path / "m.tflite", x)
+    found = fq.verify(model, tmp_path / "m.tflite", [x])
+    assert found.ok, str(found)
+    assert report.share == 1.0
+    assert found.integer_multiplications >= 0.95 * found.multiplications
+    # A ViT has float operators.
+    assert sum(t.runtime_differ for t in found.tensors) <= (4 if "vit" in name else 0), str(found)
 
 
 @pytest.mark.parametrize(("name", "target"), CHECKED)

@@ -205,5 +205,9 @@ TORCHVISION: dict[str, Entry] = {
 }
 
 MODELS = TRANSFORMERS | TIMM | TORCHVISION
+# Networks that are made for phones, and others that run there.
+PHONE = {name: TIMM[name] for name in ("mobilenetv3_small_100", "efficientnet_lite0", "vit_tiny")} | {
+    name: timm_model(name) for name in ("mobilenetv2_100", "resnet18")
+}
 # What `make test` runs. `make zoo` and `make test-all` run all.
 SOME = ("GPT-2", "Llama")

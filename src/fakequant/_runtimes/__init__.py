@@ -7,9 +7,10 @@
     running.py       loads and runs a file once
     session.py       `SESSION`: runs files for `verify`, and says which kernels they use
 
-Files with these names in this folder have what the rooms share, and onnx_session.py has what the sessions with ONNX
-files share. tests/test_package_order.py has the order of the files: training uses the first two, `convert` the third,
-and so on. target.py does not import torch, so that the command line knows the names of runtimes without it.
+Files with these names in this folder have what the rooms share, onnx_session.py has what the sessions with ONNX files
+share, and reciprocal_rounding.py and reciprocal_arithmetic.py have what the runtimes with XNNPACK share.
+tests/test_package_order.py has the order of the files: training uses the first two, `convert` the third, and so on.
+target.py does not import torch, so that the command line knows the names of runtimes without it.
 
 The targets:
 

@@ -26,6 +26,7 @@ from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, digest_
 from fakequant._model.leaves import return_tensors
 from fakequant._model.running import Args, Kwargs
 
+_ONE_LENGTH = "Use dynamic_batch=False for batches of the example's length."
 # The length of the batch when a model is traced for any.
 _LENGTH = 3
 # The note on how layers are computed, by path.
@@ -65,12 +66,12 @@ def make_graph(golden: nn.Module, args: Args, kwargs: Kwargs, results: list[str]
     except (DynamicLength, NoOperator):
         raise
     except NotImplementedError as error:
-        advice = "Use dynamic_batch=False." if has_any_batch else "Use other operations there."
+        advice = _ONE_LENGTH if has_any_batch else "Use other operations there."
         raise ValueError(f"The model cannot be exported to LiteRT: it has {error}.\n{advice}") from error
     except Exception as error:
-        raise ValueError(
-            f"The model cannot be exported to LiteRT: {reason_of(error)}{place_of(error, model)}"
-        ) from error
+        reason = f"{reason_of(error)}{place_of(error, model)}"
+        advice = f"\n{_ONE_LENGTH}" if has_any_batch else ""
+        raise ValueError(f"The model cannot be exported to LiteRT: {reason}{advice}") from error
 
 
 def file_of(golden: nn.Module, graph: Graph, results: list[str]) -> bytes:

@@ -10,7 +10,10 @@ from fakequant._util.shown import Shown
 from fakequant._util.text import table
 
 _LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D")
-_FLOAT = "its operands or its result are not quantized, or there is no kernel for codes"
+# Operators with integer kernels whose codes the golden model computes, and why they or others are computed in float.
+_WITH_CODES = {"ADD", "MUL", "MEAN"}
+_NO_GRIDS = "its operands or its result are not quantized, or their scales are too far apart for XNNPACK"
+_NO_CODES = "the target has no integer kernel for it"
 # Operators that only move elements, or change how they are stored.
 _FREE = {"RESHAPE", "TRANSPOSE", "QUANTIZE", "DEQUANTIZE", "SLICE", "CAST"}
 
@@ -94,7 +97,7 @@ def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
         elif operator.products:
             products.append(made)
         elif how == "float" and operator.code not in _FREE:
-            others.append(dataclasses.replace(made, why=_FLOAT))
+            others.append(dataclasses.replace(made, why=_NO_GRIDS if operator.code in _WITH_CODES else _NO_CODES))
     moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
     parts = tuple(layers), tuple(products), tuple(others)
     return LitertExport(*parts, moves, counts, size, _most_bytes(graph), has_any_batch)
