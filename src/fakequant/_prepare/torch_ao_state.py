@@ -163,8 +163,8 @@ def _norm_of(model: nn.Module, path: str, norms: dict[str, str]) -> Any:
 def _set_weight_scale(layer: Any, theirs: dict[str, Tensor], norm: Any) -> None:
     """Gives a weight the scale of torch.ao, and its rounding, if both have 8 bits.
 
-    In training, torch.ao's symmetric grids are affine for channels of one sign: they reach from 0 to the end. Here and in
-    torch.ao's `convert` they reach as far on both sides, so their scale is twice as large.
+    In training, torch.ao's symmetric grids are affine for channels of one sign: they reach from 0 to the end. Here
+    and in torch.ao's `convert` they reach as far on both sides, so their scale is twice as large.
     """
     quantizer, scale, zero_point = layer.weight_quantizer, theirs["scale"], theirs["zero_point"]
     one_sign = (zero_point == -128) | (zero_point == 127)
