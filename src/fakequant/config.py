@@ -183,14 +183,14 @@ class QuantConfig(Shown):
     The first rule that matches a layer decides. Layers that no rule matches use the default.
 
     >>> from fakequant import recipes
-    >>> print(recipes.int8(target="openvino").skip("head"))
+    >>> print(recipes.int8().skip("head"))
     layers     | weight                             | input             | output
     -----------+------------------------------------+-------------------+-------
     head       | -                                  | -                 | -
     all others | int8 narrow, per channel on axis 0 | uint8, per tensor | -
     <BLANKLINE>
     operands: uint8, per tensor
-    target: openvino
+    target: generic
     >>> config = recipes.int8().skip("head").rule("stem.*", weight=QuantSpec(bits=8, axis=0))
     >>> QuantConfig.from_json(config.to_json()) == config
     True

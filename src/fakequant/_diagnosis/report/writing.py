@@ -104,7 +104,7 @@ def report(
         for name, png in pngs.items():
             (unfinished / "figures" / f"{name}.png").write_bytes(png)
         (unfinished / "report.html").write_text(text, encoding="utf-8", newline="\n")
-    return ReportPath(folder) / "report.html"
+    return ReportPath(folder, "report.html")
 
 
 def _check(
