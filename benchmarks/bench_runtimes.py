@@ -1,6 +1,6 @@
-"""Exported files in ONNX Runtime, OpenVINO and ExecuTorch: codes that differ, integer kernels, and time over float.
+"""Exported files in ONNX Runtime, OpenVINO, ExecuTorch and LiteRT: codes that differ, integer kernels, and time over float.
 
-    python benchmarks/bench_runtimes.py [--json FILE] [--quick] [--only SUBSTRING]
+    python benchmarks/bench_runtimes.py [--json FILE] [--quick] [--only SUBSTRING] [--timm]
 
 A perceptron of widths 1024-1024-512-10, the residual CNN of `bench_train_step.py` on 32x32 images and a transformer
 encoder of width 384 on 64 tokens, with random weights, are calibrated on random data and exported for each runtime. The
@@ -21,7 +21,8 @@ Columns:
                         All files of a runtime and a model take turns. Programs of ExecuTorch have the batch size of the
                         example; ONNX files take any.
 
-`--only` takes a part of the name of a target or model. The tables are those of docs/guides/runtimes.md.
+`--only` takes a part of the name of a target or model. `--timm` measures MobileNetV2 and ResNet-18 of timm with random
+weights, one image of 224x224 at a time, with static grids only, instead of the models above. The tables are those of docs/guides/runtimes.md.
 """
 
 import argparse
@@ -44,11 +45,16 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from bench_train_step import Encoder, cnn
+from fakequant._runtimes import find
 from fakequant._runtimes.session import open_file
 from fakequant._runtimes.xnnpack.running import times_of_programs
 from fakequant._verify.latency import write_float
 from fakequant.config import QuantConfig
 from fakequant.testing.timing import all_times
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "zoo"))
+from fitted_norms import fit_norms
+from vision_packages import find_vision_packages
 
 WIDTHS = (1024, 1024, 512, 10)
 BATCHES, THREADS = (1, 16), (1, 2)
@@ -61,6 +67,10 @@ class Task(NamedTuple):
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
+    # The number of inputs that the model is calibrated and verified with.
+    examples: int = 16
+    batches: tuple[int, ...] = BATCHES
+    is_static: bool = False
 
     def inputs(self, batch: int, seed: int) -> Tensor:
         return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(seed))
@@ -71,21 +81,33 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def from_timm(name: str) -> nn.Module:
+    import timm
+
+    return fit_norms(timm.create_model(name), torch.randn(4, 3, 224, 224))
+
+
 TASKS = [Task("MLP", perceptron, WIDTHS[:1]), Task("CNN", cnn, (3, 32, 32)), Task("encoder", Encoder, (64, 384))]
+TIMM = [
+    Task(name, partial(from_timm, key), (3, 224, 224), 2, (1,), is_static=True)
+    for name, key in {"MobileNetV2": "mobilenetv2_100", "ResNet-18": "resnet18"}.items()
+]
 
 
 def targets(vnni: bool) -> list[str]:
-    return ["onnxruntime-vnni", "openvino-vnni", "xnnpack"] if vnni else ["onnxruntime-x86", "openvino", "xnnpack"]
+    return [*(("onnxruntime-vnni", "openvino-vnni") if vnni else ("onnxruntime-x86", "openvino")), "xnnpack", "litert"]
 
 
-def configs(target: str) -> dict[str, QuantConfig]:
+def configs(target: str, is_static: bool) -> dict[str, QuantConfig]:
     """Returns the configs that a target has something for, by the name of their row."""
     recipes = fq.recipes
     found = {"int8": recipes.int8(target=target), "w4a8": recipes.w4a8(target=target)}
+    if is_static:
+        return found
     if "openvino" not in target:
         found["int8_dynamic"] = recipes.int8_dynamic(target=target)
     found["int4_weight_only"] = recipes.int4_weight_only(target=target)
-    if target != "xnnpack":
+    if target not in ("xnnpack", "litert"):
         found[ROUNDED] = found["int4_weight_only"]
     return found
 
@@ -95,12 +117,12 @@ def configs(target: str) -> dict[str, QuantConfig]:
 
 def prepared(task: Task, config: QuantConfig) -> nn.Module:
     torch.manual_seed(0)
-    model = fq.prepare(task.make().eval(), config, task.inputs(16, 0))
-    return fq.calibrate(model, [task.inputs(16, seed) for seed in range(2)], progress=False).eval()
+    model = fq.prepare(task.make().eval(), config, task.inputs(task.examples, 0))
+    return fq.calibrate(model, [task.inputs(task.examples, seed) for seed in range(2)], progress=False).eval()
 
 
-def export(model: nn.Module, path: Path, x: Tensor) -> Path:
-    (fq.export_executorch if path.suffix == ".pte" else fq.export_onnx)(model, path, x)
+def export(model: nn.Module, target: str, path: Path, x: Tensor) -> Path:
+    getattr(fq, find(target).runtime.exporter)(model, path, x)
     return path
 
 
@@ -109,8 +131,8 @@ def export(model: nn.Module, path: Path, x: Tensor) -> Path:
 
 def verified(model: nn.Module, path: Path, task: Task, name: str) -> dict[str, Any]:
     """Returns what `verify` finds: codes that differ, the share of multiplications in integers, kernels."""
-    level = None if name == ROUNDED or path.suffix == ".pte" else 1
-    found = fq.verify(model, path, [task.inputs(16, 100)], accuracy_level=level)
+    level = None if name == ROUNDED or path.suffix != ".onnx" else 1
+    found = fq.verify(model, path, [task.inputs(max(task.batches), 100)], accuracy_level=level)
     return {
         "codes": sum(t.codes for t in found.tensors),
         "differ": sum(t.runtime_differ for t in found.tensors),
@@ -124,18 +146,18 @@ def verified(model: nn.Module, path: Path, task: Task, name: str) -> dict[str, A
 
 def measure(task: Task, target: str, folder: Path, seconds: float) -> dict[str, Any]:
     """Returns the figures of all contenders for one target and model."""
-    suffix = "pte" if target == "xnnpack" else "onnx"
-    models = {name: prepared(task, config) for name, config in configs(target).items()}
+    suffix = find(target).runtime.suffix
+    models = {name: prepared(task, config) for name, config in configs(target, task.is_static).items()}
     files = {}
     for name, model in models.items():
-        for batch in BATCHES:
+        for batch in task.batches:
             if name != ROUNDED:
-                files[name, batch] = export(model, folder / f"{name} {batch}.{suffix}", task.inputs(batch, 1))
+                files[name, batch] = export(model, target, folder / f"{name} {batch}{suffix}", task.inputs(batch, 1))
             else:
                 files[name, batch] = files["int4_weight_only", batch]
-    figures = {name: verified(model, files[name, 16], task, name) for name, model in models.items()}
+    figures = {name: verified(model, files[name, max(task.batches)], task, name) for name, model in models.items()}
     times: dict[str, dict[str, dict[str, float]]] = {name: {} for name in ("float", *models)}
-    for batch in BATCHES:
+    for batch in task.batches:
         x = task.inputs(batch, 2)
         beside = write_float(models["int8"], (x,), {}, open_file(files["int8", batch]), folder)
         paths = {"float": beside} | {name: files[name, batch] for name in models}
@@ -161,9 +183,8 @@ def timed(paths: dict[str, Path], runtime: str, x: Tensor, threads: int, seconds
 
 
 def over_float(one: dict[str, Any], name: str, threads: int) -> str:
-    of = [one["seconds"][name][f"{threads} threads, batch {batch}"] for batch in BATCHES]
-    floats = [one["seconds"]["float"][f"{threads} threads, batch {batch}"] for batch in BATCHES]
-    return " / ".join(f"{a / b:.2f}" for a, b in zip(of, floats, strict=True))
+    keys = [key for key in one["seconds"]["float"] if key.startswith(f"{threads} threads")]
+    return " / ".join(f"{one['seconds'][name][key] / one['seconds']['float'][key]:.2f}" for key in keys)
 
 
 def differing(found: list[dict[str, Any]]) -> str:
@@ -175,12 +196,14 @@ def differing(found: list[dict[str, Any]]) -> str:
 def tables(found: list[dict[str, Any]]) -> str:
     """Returns the tables of the guide: one for 1 thread with what `verify` found, one for 2 threads."""
     names = list(dict.fromkeys(one["model"] for one in found))
+    batches = {task.name: " / ".join(map(str, task.batches)) for task in (*TASKS, *TIMM)}
+    heads = [f"{name}: {batches[name]}" for name in names]
     lines = [
-        f"| target | grids | codes that differ | in integers | {' | '.join(f'{name}: 1 / 16' for name in names)} |",
+        f"| target | grids | codes that differ | in integers | {' | '.join(heads)} |",
         f"| --- | --- | --- | --- | {' | '.join('---' for _ in names)} |",
     ]
     twice = [
-        f"| target | grids | {' | '.join(f'{name}: 1 / 16' for name in names)} |",
+        f"| target | grids | {' | '.join(heads)} |",
         f"| --- | --- | {' | '.join('---' for _ in names)} |",
     ]
     for target in dict.fromkeys(one["target"] for one in found):
@@ -206,6 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time")
+    parser.add_argument("--timm", action="store_true", help="networks of timm instead of small models")
     parser.add_argument("--only", default="", help="only targets or models whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -215,12 +239,14 @@ def main() -> int:
     start = time.perf_counter()
     cpu = Path("/proc/cpuinfo")
     vnni = cpu.exists() and "vnni" in cpu.read_text()
-    packages = ("fakequant", "torch", "onnxruntime", "openvino", "executorch")
+    packages = ("fakequant", "torch", "onnxruntime", "openvino", "executorch", "ai-edge-litert")
+    if options.timm:
+        find_vision_packages()
     versions = {name: version(name) for name in packages}
     print(f"VNNI: {'yes' if vnni else 'no'}; {', '.join(f'{k} {v}' for k, v in versions.items())}\n", flush=True)
     found = []
     for target in targets(vnni):
-        for task in TASKS:
+        for task in TIMM if options.timm else TASKS:
             if options.only in target or options.only in task.name:
                 with tempfile.TemporaryDirectory() as folder:
                     found.append(measure(task, target, Path(folder), 1.0 if options.quick else 10.0))

@@ -34,6 +34,7 @@ from bench_deploy import MODELS
 from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, split
 from digits_cnn import FROZEN, train
 from digits_depthwise import network as depthwise
+from fakequant._runtimes import find
 from fakequant._runtimes.session import open_file
 
 NETWORKS = {**MODELS, "depthwise CNN": depthwise}
@@ -46,9 +47,8 @@ def has_vnni() -> bool:
 
 
 def targets() -> list[str]:
-    return (
-        ["onnxruntime-vnni", "openvino-vnni", "xnnpack"] if has_vnni() else ["onnxruntime-x86", "openvino", "xnnpack"]
-    )
+    of_onnx = ("onnxruntime-vnni", "openvino-vnni") if has_vnni() else ("onnxruntime-x86", "openvino")
+    return [*of_onnx, "xnnpack", "litert"]
 
 
 def quantized(model: nn.Module, data: Split, recipe: str, target: str, epochs: int, seed: int) -> nn.Module:
@@ -59,11 +59,10 @@ def quantized(model: nn.Module, data: Split, recipe: str, target: str, epochs: i
 
 
 def exported(model: nn.Module, folder: Path, images: Tensor, target: str) -> Path:
-    path = folder / ("model.pte" if target == "xnnpack" else "model.onnx")
-    if target == "xnnpack":
-        fq.export_executorch(model, path, images[:2], max_batch=len(images))
-    else:
-        fq.export_onnx(model, path, images[:2])
+    runtime = find(target).runtime
+    path = folder / f"model{runtime.suffix}"
+    batches = {".pte": {"max_batch": len(images)}, ".tflite": {"dynamic_batch": True}}.get(runtime.suffix, {})
+    getattr(fq, runtime.exporter)(model, path, images[:2], **batches)
     return path
 
 
@@ -133,7 +132,7 @@ def main() -> int:
                     print(f"    {row['problem']}")
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     if options.json:
-        packages = ("fakequant", "torch", "onnxruntime", "openvino", "executorch")
+        packages = ("fakequant", "torch", "onnxruntime", "openvino", "executorch", "ai-edge-litert")
         versions = {package: version(package) for package in packages}
         Path(options.json).write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
     return 0

@@ -424,6 +424,9 @@ def rows(task: Task, folder: Path) -> Iterator[tuple[str, str, Callable[[], Row]
     methods: dict[str, Method] = {
         "gptq": lambda model, batches: fq.ptq.gptq(model, batches, **quiet),
         "adaround": lambda model, batches: fq.ptq.adaround(model, batches, **quiet),
+        "smooth": lambda model, batches: fq.ptq.smooth(
+            model, batches, alpha=0.8, powers_of_two=False, insert=True, **quiet
+        ),
     }
     best = "adaround" if task.low_bits == "w4a8" else "gptq"
     for target in targets():
@@ -444,6 +447,12 @@ def rows(task: Task, folder: Path) -> Iterator[tuple[str, str, Callable[[], Row]
 
         repair = "two worst layers and additions in float" if target == "xnnpack" else "two worst layers with 16 bits"
         yield "int8", f"fakequant, {runtime}", lambda t=target: ours(task, folder, t, fq.recipes.int8(target=t))
+        if task.is_transformer and target != "xnnpack":  # which cannot multiply in float
+            yield (
+                "int8",
+                f"fakequant, {runtime}, smooth",
+                lambda t=target: ours(task, folder, t, fq.recipes.int8(target=t), methods["smooth"]),
+            )
         yield "int8", f"fakequant, {runtime}, {repair}", repaired
         yield "4 bits", f"fakequant, {runtime}", lambda t=target, c=four: ours(task, folder, t, c())
         if runtime == "onnxruntime":

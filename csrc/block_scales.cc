@@ -27,9 +27,6 @@ float float_of_bits(uint32_t bits) {
   return v;
 }
 
-// Returns 2^(field - 127), which is subnormal if the field is 0. Negative fields count as 0.
-float power_of_field(int field) { return float_of_bits(field > 0 ? uint32_t(field) << 23 : uint32_t(1) << 22); }
-
 struct GridEnd {
   float largest;
   int exponent;       // of `largest`
@@ -44,31 +41,6 @@ GridEnd grid_end(const Grid& g) {
   const float largest = float(g.qmax);
   return {largest, std::ilogb(double(g.qmax)), std::ilogb(double(g.qmax))};
 }
-
-float power_scale(float absmax, ScaleRule rule, const GridEnd& end) {
-  uint32_t bits = bits_of_float(rule == ScaleRule::rceil ? absmax / end.largest : absmax);
-  if (rule == ScaleRule::even) bits += (uint32_t(1) << 22) >> end.mantissa_bits;
-  if (rule == ScaleRule::even_e2m1) bits += uint32_t(1) << 21;
-  int field = int(bits >> 23);
-  if ((rule == ScaleRule::ceil || rule == ScaleRule::rceil) && (bits & 0x7FFFFF) != 0) ++field;
-  if (rule != ScaleRule::rceil) field -= end.exponent;
-  return power_of_field(std::min(field, 254));
-}
-
-// Clamps a value that is not negative. Compared as integers, which have the same order: the compiler vectorizes that.
-float between(float v, float low, float high) {
-  const int32_t at_least = std::max(int32_t(bits_of_float(v)), int32_t(bits_of_float(low)));
-  return float_of_bits(uint32_t(std::min(at_least, int32_t(bits_of_float(high)))));
-}
-
-// Rounds a value between the smallest normal and the largest value of e4m3fn; see formats-inl.h.
-float round_e4m3fn(float v) {
-  const float c = float_of_bits(bits_of_float(v) & 0x7F800000) * 0x1p20f;
-  return (v + c) - c;
-}
-
-// Rounds a value up to the largest of e4m3fn, subnormal values included.
-float round_e4m3fn_to_zero(float v) { return v < 0x1p-6f ? (v + 0x1p14f) - 0x1p14f : round_e4m3fn(v); }
 
 // Whether the sign of the largest magnitude matters.
 bool has_sign(ScaleRule rule) {
@@ -144,16 +116,14 @@ void ggml_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, fl
 
 bool has_tensor_scale(ScaleRule rule) { return rule == ScaleRule::e4m3fn || rule == ScaleRule::e4m3fn_divided; }
 
-// The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448, or what they are divided by.
-float tensor_scale(const float* absmax, int64_t n, ScaleRule rule) {
-  int32_t largest = 0;  // bits, which have the order of the values
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, int32_t(bits_of_float(absmax[i])));
-  const float all = float_of_bits(uint32_t(largest));
+// The scale of an NVFP4 tensor with this largest magnitude, under which the scales of its blocks are at most 448, or what
+// they are divided by.
+float tensor_scale(float absmax, ScaleRule rule) {
   if (rule == ScaleRule::e4m3fn_divided) {
-    const float divisor = (1.0f / std::max(all, __FLT_MIN__)) * 2688.0f;  // as torch divides a number by a tensor
+    const float divisor = (1.0f / std::max(absmax, __FLT_MIN__)) * 2688.0f;  // as torch divides a number by a tensor
     return std::isinf(divisor) ? 1.0f : divisor;
   }
-  const float scale = all / 2688.0f;
+  const float scale = absmax / 2688.0f;
   return scale == 0 ? 1.0f : scale;
 }
 
@@ -205,29 +175,29 @@ int64_t chunk_min_max(DType dtype, const Chunk& chunk, const void* here, float* 
   return std::accumulate(count.begin(), count.end(), int64_t(0));
 }
 
-// Writes the ranges of the blocks of a chunk, as ObserveArgs describes them, and returns the number of values that are
-// not finite.
-int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule rule, float* running_min,
-                     float* running_max) {
+struct ChunkRanges {
+  int64_t nonfinite;  // number of values
+  float largest;      // magnitude, if the ranges are symmetric
+};
+
+// Writes the ranges of the blocks of a chunk, as ObserveArgs describes them.
+ChunkRanges chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule rule, float* running_min,
+                         float* running_max) {
   const void* here = static_cast<const char*>(x) + chunk.element * bytes_of(dtype);
   const Shape& s = chunk.shape;
   const int64_t n = s.parameters();
   float *lo = running_min + chunk.parameter, *hi = running_max + chunk.parameter;
   if (s.outer != 1 && s.inner != 1) {  // no group of neighbours has this shape, so signs need no care
     const int64_t nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
-    if (has_offset(rule)) return nonfinite;
-    for (int64_t i = 0; i < n; ++i) {
-      hi[i] = std::max({0.0f, -lo[i], hi[i]});
-      lo[i] = -hi[i] + 0.0f;
-    }
-    return nonfinite;
+    if (has_offset(rule)) return {nonfinite, 0};
+    for (int64_t i = 0; i < n; ++i) hi[i] = std::max({0.0f, -lo[i], hi[i]});
+    return {nonfinite, kernels().mirrored(hi, n, lo)};
   }
   if (has_sign(rule) || has_offset(rule)) {
-    return kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
+    return {kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n), 0};
   }
   const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi}, 0, n);
-  for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
-  return nonfinite;
+  return {nonfinite, kernels().mirrored(hi, n, lo)};
 }
 
 void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale, bool alone) {
@@ -244,22 +214,8 @@ void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale, 
 }  // namespace
 
 void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale) {
-  if (rule == ScaleRule::e4m3fn) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float product = round_e4m3fn(between((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
-      scale[i] = between(product, 0x1p-149f, __FLT_MAX__);  // a product of tiny numbers may be 0
-    }
-    return;
-  }
-  if (rule == ScaleRule::e4m3fn_divided) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float value = round_e4m3fn_to_zero(std::min((absmax[i] / 6.0f) * under, 448.0f));
-      scale[i] = (value == 0 ? 0.125f : value) / under;
-    }
-    return;
-  }
   const GridEnd end = grid_end(grid);
-  for (int64_t i = 0; i < n; ++i) scale[i] = power_scale(absmax[i], rule, end);
+  kernels().block_scales({rule, n, absmax, under, end.largest, end.exponent, end.mantissa_bits, scale});
 }
 
 void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale,
@@ -268,14 +224,15 @@ void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule 
   std::fill_n(zero_point, n, 0);
   std::vector<float> absmax(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({0.0f, -lo[i], hi[i]});  // never -0.0
-  block_scales(absmax.data(), n, rule, grid, has_tensor_scale(rule) ? tensor_scale(absmax.data(), n, rule) : 1, scale);
+  const float largest = n ? *std::max_element(absmax.begin(), absmax.end()) : 0.0f;
+  block_scales(absmax.data(), n, rule, grid, has_tensor_scale(rule) ? tensor_scale(largest, rule) : 1, scale);
 }
 
 ObserveResult observe_blocks(const ObserveArgs& o, FakeQuantizeArgs a) {
   const int64_t n = a.shape.parameters();
   const Chunks chunks(a.shape, a.mask_kind == MaskKind::packed);
   float* absmax = o.running_max;
-  std::vector<int64_t> nonfinite(size_t(chunks.count()));
+  std::vector<ChunkRanges> ranges(size_t(chunks.count()));
   if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));
   const bool at_once = !has_tensor_scale(o.scale_rule);
   if (has_offset(o.scale_rule)) a.grid.zero_f32 = reinterpret_cast<const float*>(o.zero_point);
@@ -290,15 +247,17 @@ ObserveResult observe_blocks(const ObserveArgs& o, FakeQuantizeArgs a) {
     if (o.quantize) quantize_chunk(a, chunk, o.scale, chunks.count() == 1);
   };
   run_tasks(chunks.count(), [&](int64_t c) {
-    nonfinite[size_t(c)] = chunk_ranges(a.dtype, chunks[c], a.x, o.scale_rule, o.running_min, absmax);
+    ranges[size_t(c)] = chunk_ranges(a.dtype, chunks[c], a.x, o.scale_rule, o.running_min, absmax);
     if (at_once) quantize(chunks[c], 1);
   });
   if (!at_once) {
-    const float under = tensor_scale(absmax, n, o.scale_rule);
+    float largest = 0;
+    for (const ChunkRanges& r : ranges) largest = std::max(largest, r.largest);
+    const float under = tensor_scale(largest, o.scale_rule);
     run_tasks(chunks.count(), [&](int64_t c) { quantize(chunks[c], under); });
   }
   ObserveResult result;
-  result.nan_count = std::accumulate(nonfinite.begin(), nonfinite.end(), int64_t(0));
+  for (const ChunkRanges& r : ranges) result.nan_count += r.nonfinite;
   return result;
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 #define FQ_TABLE(target)                                                                          \
   {#target, target::fake_quantize, target::mask_backward, target::quantize, target::dequantize,   \
-   target::learned_backward, target::min_max, target::magnitudes,                                \
+   target::learned_backward, target::min_max, target::magnitudes, target::mirrored, target::block_scales, \
    target::encode_levels, target::scale_sums, target::scale_planes}
 
 // Worst to best.

@@ -5,6 +5,7 @@
 //
 // One pass: each element is read once, its value and its mask bit are written once. With eight lanes, forward takes
 // about fourteen instructions per vector and is limited by memory bandwidth.
+#include "e2m1_blocks-inl.h"
 #include "numerics-inl.h"
 #include "runs-inl.h"
 #include "targets.h"
@@ -135,6 +136,35 @@ template <class V> FQ_INLINE V exact_reciprocals(V v) {
   return zero_unless(is_power, bit_cast<V>((254 - field) << 23));
 }
 
+// Quantizes some rows of e2m1 in bfloat16, if their scales allow it; see e2m1_blocks-inl.h. Returns their number.
+template <class Mask>
+FQ_INLINE int64_t e2m1_rows(const bf16* x, bf16* y, int64_t length, int64_t rows, const float* scale, Mask& mask) {
+  constexpr int N = kLanes, kSets = 8;  // several sets at once, since the elements of one wait for its words
+  E2m1Blocks blocks[kSets];
+  int sets = 0;
+  for (; sets < kSets && (sets + 1) * N <= rows; ++sets) {
+    const auto s = load_raw<Vec<float, N>>(scale + sets * N);
+    if (!E2m1Blocks::usable(s)) break;
+    blocks[sets].set(s);
+  }
+  const auto quantize = [&](auto lanes, bool several) FQ_INLINE_LAMBDA {
+    constexpr int M = kWidth<decltype(lanes)>;
+    const int step = several ? M / 16 : 1;
+    for (int set = 0; set < sets; ++set) {
+      for (int r = 0; r < N; r += step) {
+        for (int64_t i = 0; i < length * step; i += M, x += M, y += M) {
+          const auto inside = blocks[set].template quantize<Mask::kWanted, M>(x, y, unsigned(r), several);
+          if constexpr (Mask::kWanted) mask.put(lane_bits(inside), M);
+        }
+      }
+    }
+  };
+  if (length % (2 * N) == 0) quantize(Vec<uint16_t, 2 * N>{}, false);
+  else if (N == 16 && length == 16) quantize(Vec<uint16_t, 2 * N>{}, true);
+  else quantize(Vec<uint16_t, N>{}, false);
+  return sets * N;
+}
+
 // Short rows with one scale each: groups and blocks. Does the same as run_with_one_scale with less work between rows. The
 // parameters of several rows are computed together. Quotients are divided: in groups with symmetric scales the largest
 // value is often at a tie, where the check of Onnx::round_all fails, and a branch that nothing predicts costs more.
@@ -148,6 +178,13 @@ FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end,
   const GridParams<Rule, V> params(a.grid);
   int64_t row = begin / length;
   for (; row + N <= last; row += N) {
+    if constexpr (kSame<Rule, FixedFloatRule<Numerics::e2m1>> && kSame<T, bf16> && !kCompilesFast) {
+      const int64_t rows = e2m1_rows(x, y, length, last - row, a.grid.scale_f32 + row, mask);
+      if (rows > 0) {
+        row += rows - N, x += rows * length, y += rows * length;
+        continue;
+      }
+    }
     const auto several = params.per_element(row);
     const auto for_rows = [&](auto&& round) FQ_INLINE_LAMBDA {
       for (int r = 0; r < N; ++r, x += length, y += length) {

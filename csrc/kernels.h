@@ -37,6 +37,21 @@ enum class Numerics : int {
 constexpr bool is_ggml(Numerics n) { return n >= Numerics::q4_0; }
 constexpr bool has_offset(Numerics n) { return n == Numerics::q4_1 || n == Numerics::q4_k; }
 
+// What scales may be.
+enum class ScaleRule : int {
+  any,                      // every float32 from eps on
+  floor, ceil, even, rceil, // powers of two, chosen by these rules (E8M0 scales)
+  e4m3fn,                   // e4m3fn values times one float32 per tensor
+  e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
+  float16, bfloat16,        // as `any`, rounded to these formats
+  even_e2m1,                // as `even` with the mantissa of e2m1
+  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // as ggml chooses the scales of these block types
+  q4_k, q6_k,               // products of few bits and a float16 per 256 elements; see block_scales.cc
+};
+
+constexpr bool is_ggml(ScaleRule rule) { return rule >= ScaleRule::q4_0; }
+constexpr bool has_offset(ScaleRule rule) { return rule == ScaleRule::q4_1 || rule == ScaleRule::q4_k; }
+
 enum class MaskKind : int {
   none,
   packed,  // one bit per element, element 8*i + j in bit j of byte i
@@ -167,6 +182,18 @@ struct MagnitudeArgs {
   bool with_sign = false;
 };
 
+// The scales of blocks with these largest magnitudes, by a rule for float formats.
+struct BlockScaleArgs {
+  ScaleRule rule;
+  int64_t n;
+  const float* absmax;
+  float under;         // the scale of the tensor (e4m3fn), or its divisor (e4m3fn_divided)
+  float largest;       // of the grid
+  int exponent;        // of `largest`
+  int mantissa_bits;   // of the values of the highest binade
+  float* scale;
+};
+
 // --- integer products (integer_products.cc) -------------------------------------------------------
 
 // Why the values of a matrix have no levels.
@@ -251,6 +278,9 @@ struct KernelTable {
   // Processes the parameters [begin, end), which are whole batches if `outer` is not 1. Returns the number of values
   // that are not finite.
   int64_t (*magnitudes)(const MagnitudeArgs&, int64_t begin, int64_t end);
+  // Writes the lower ends of the ranges from -absmax to absmax, never -0.0, and returns the largest absmax.
+  float (*mirrored)(const float* absmax, int64_t n, float* lowest);
+  void (*block_scales)(const BlockScaleArgs&);
   // Process the rows [begin, end). The first returns 0, or a reason why it did not finish.
   int (*encode_levels)(const EncodeLevelsArgs&, int64_t begin, int64_t end);
   void (*scale_sums)(const ScaleSumsArgs&, int64_t begin, int64_t end);
@@ -279,21 +309,6 @@ enum class RangeUpdate : int {
   min_max,         // the union of both
   dynamic,         // the range of x; [0, 0] for a block without finite values
 };
-
-// What scales may be.
-enum class ScaleRule : int {
-  any,                      // every float32 from eps on
-  floor, ceil, even, rceil, // powers of two, chosen by these rules (E8M0 scales)
-  e4m3fn,                   // e4m3fn values times one float32 per tensor
-  e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
-  float16, bfloat16,        // as `any`, rounded to these formats
-  even_e2m1,                // as `even` with the mantissa of e2m1
-  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // as ggml chooses the scales of these block types
-  q4_k, q6_k,               // products of few bits and a float16 per 256 elements; see block_scales.cc
-};
-
-constexpr bool is_ggml(ScaleRule rule) { return rule >= ScaleRule::q4_0; }
-constexpr bool has_offset(ScaleRule rule) { return rule == ScaleRule::q4_1 || rule == ScaleRule::q4_k; }
 
 // Returns true for scales that are chosen for one block after the other, from a range with two ends.
 inline bool is_per_block(ScaleRule rule) {

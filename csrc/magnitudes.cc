@@ -109,6 +109,81 @@ template <bool WithSign, class T> FQ_INLINE float largest_of_row(const T* x, int
   return careful_largest<WithSign>(x, n, 1, nonfinite);
 }
 
+// --- rows of 16-bit floats ------------------------------------------------------------------------
+
+// Returns max(lanes of a, lanes of b) side by side: the maximum of each pair of 16-bit lanes of a, then of b.
+template <class W> FQ_INLINE W maxima_of_halves(W a, W b) {
+  using I = Vec<int16_t, 2 * kWidth<W>>;  // magnitudes are positive
+  return bit_cast<W>(larger(bit_cast<I>((a & 0xFFFFu) | b << 16), bit_cast<I>(a >> 16 | (b & 0xFFFF0000u))));
+}
+template <class W> FQ_INLINE W larger_halves(W a, W b) {
+  using I = Vec<int16_t, 2 * kWidth<W>>;
+  return bit_cast<W>(larger(bit_cast<I>(a), bit_cast<I>(b)));
+}
+
+// Returns the largest magnitudes of N rows of Length elements, as 16-bit floats. The rows are reduced together, as a tree:
+// every step halves the number of vectors.
+template <int Length, int N = kLanes> FQ_INLINE Vec<uint16_t, N> largest_of_rows(const uint16_t* x) {
+  constexpr int kPerRow = Length / (2 * N);
+  using W = Vec<uint32_t, N>;
+  const auto vector = [&](int i) FQ_INLINE_LAMBDA { return load_raw<W>(x + i * 2 * N) & 0x7FFF7FFFu; };
+  const auto row = [&](int i) FQ_INLINE_LAMBDA {  // or two rows, if they are half as long as a vector
+    if constexpr (kPerRow <= 1) return vector(i);
+    W v = vector(i * kPerRow);
+    for (int k = 1; k < kPerRow; ++k) v = larger_halves(v, vector(i * kPerRow + k));
+    return v;
+  };
+  constexpr int kVectors = kPerRow == 0 ? N / 2 : N;
+  W v[kVectors / 2];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors / 2; ++i) v[i] = maxima_of_halves(row(2 * i), row(2 * i + 1));
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors / 4; ++i) {
+    v[i] = larger_halves(interleave_words<false>(v[2 * i], v[2 * i + 1]), interleave_words<true>(v[2 * i], v[2 * i + 1]));
+  }
+  if constexpr (N > 4) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors / 8; ++i) {
+      v[i] = larger_halves(interleave_pairs<false>(v[2 * i], v[2 * i + 1]), interleave_pairs<true>(v[2 * i], v[2 * i + 1]));
+    }
+  }
+  // The results of a row are now in the same place of each half of a vector, or of each quarter.
+  using D = Vec<uint64_t, N / 2>;
+  using H = Vec<uint16_t, 2 * N>;
+  if constexpr (N == 16) {
+    D d = bit_cast<D>(v[0]);
+    if constexpr (kPerRow == 1) {
+      const D e = bit_cast<D>(v[1]);
+      d = bit_cast<D>(larger_halves(bit_cast<W>(__builtin_shufflevector(d, e, 0, 1, 2, 3, 8, 9, 10, 11)),
+                                    bit_cast<W>(__builtin_shufflevector(d, e, 4, 5, 6, 7, 12, 13, 14, 15))));
+    }
+    const H h = bit_cast<H>(larger_halves(bit_cast<W>(d), bit_cast<W>(__builtin_shufflevector(d, d, 2, 3, 0, 1, 6, 7, 4, 5))));
+    if constexpr (kPerRow == 1) return __builtin_shufflevector(h, h, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    else return __builtin_shufflevector(h, h, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  } else {
+    const H h = bit_cast<H>(v[0]);
+    using I = Vec<int16_t, N>;
+    return bit_cast<Vec<uint16_t, N>>(larger(bit_cast<I>(low_half(h)), bit_cast<I>(high_half(h))));
+  }
+}
+
+// Writes the largest magnitudes of the rows [begin, end) of 16-bit floats. Returns the first row that is left.
+template <int Length, class T>
+FQ_INLINE int64_t many_rows(const T* x, int64_t begin, int64_t end, float* largest, int64_t& nonfinite) {
+  constexpr int N = kLanes;
+  using I = Vec<int16_t, N>;
+  const I limit = splat<I>(kSame<T, bf16> ? 0x7F80 : 0x7C00);
+  int64_t p = begin;
+  for (; p + N <= end; p += N) {
+    const auto found = largest_of_rows<Length>(reinterpret_cast<const uint16_t*>(x + p * Length));
+    store_raw(largest + p, kSame<T, bf16> ? widen_bf16<N>(found) : widen_f16<N>(found));
+    if (__builtin_expect(any_bit(bit_cast<I>(bit_cast<I>(found) >= limit)), 0)) {
+      for (int64_t i = p; i < p + N; ++i) largest[i] = careful_largest<false>(x + i * Length, Length, 1, nonfinite);
+    }
+  }
+  return p;
+}
+
 // --- ranges --------------------------------------------------------------------------------------
 
 // The lowest and highest finite value of a block; lo > hi if there is none.
@@ -218,8 +293,13 @@ template <class T> int64_t magnitudes_of(const MagnitudeArgs& a, int64_t begin, 
   const Shape& s = a.shape;
   int64_t nonfinite = 0;
   if (s.outer == 1) {
+    int64_t first = begin;
+    if constexpr (sizeof(T) == 2 && !kCompilesFast) {
+      if (s.inner == 32) first = many_rows<32>(x, begin, end, a.largest, nonfinite);
+      else if (s.inner == 16) first = many_rows<16>(x, begin, end, a.largest, nonfinite);
+    }
     with_length(s.inner, [&](int64_t n) FQ_INLINE_LAMBDA {
-      for (int64_t p = begin; p < end; ++p) a.largest[p] = largest_of_row<false>(x + p * n, n, nonfinite);
+      for (int64_t p = first; p < end; ++p) a.largest[p] = largest_of_row<false>(x + p * n, n, nonfinite);
     });
     return nonfinite;
   }

@@ -113,6 +113,24 @@ template <class V> FQ_INLINE V join(Half<V> low, Half<V> high) {
   return v;
 }
 
+// Interleaves the lower or the upper halves of each 128 bits of a and b: words of 32 bits, or pairs of words.
+template <bool High, class W> FQ_INLINE W interleave_words(W a, W b) {
+  constexpr int N = kWidth<W>, H = High ? 2 : 0;
+  static_assert(sizeof(Elem<W>) == 4);
+  if constexpr (N == 4) return __builtin_shufflevector(a, b, H, H + 4, H + 1, H + 5);
+  else if constexpr (N == 8) return __builtin_shufflevector(a, b, H, H + 8, H + 1, H + 9, H + 4, H + 12, H + 5, H + 13);
+  else return __builtin_shufflevector(a, b, H, H + 16, H + 1, H + 17, H + 4, H + 20, H + 5, H + 21,
+                                      H + 8, H + 24, H + 9, H + 25, H + 12, H + 28, H + 13, H + 29);
+}
+template <bool High, class W> FQ_INLINE W interleave_pairs(W a, W b) {
+  using D = Vec<uint64_t, kWidth<W> / 2>;
+  constexpr int N = kWidth<D>, H = High ? 1 : 0;
+  const D c = bit_cast<D>(a), d = bit_cast<D>(b);
+  if constexpr (N == 2) return bit_cast<W>(__builtin_shufflevector(c, d, H, H + 2));
+  else if constexpr (N == 4) return bit_cast<W>(__builtin_shufflevector(c, d, H, H + 4, H + 2, H + 6));
+  else return bit_cast<W>(__builtin_shufflevector(c, d, H, H + 8, H + 2, H + 10, H + 4, H + 12, H + 6, H + 14));
+}
+
 // Lanes [I * N, (I + 1) * N) of v.
 template <int N, int I, class V> FQ_INLINE Vec<Elem<V>, N> part(V v) {
   Vec<Elem<V>, N> p;
@@ -322,8 +340,15 @@ template <class V> FQ_INLINE V fma(V a, V b, V c) {
 template <class M> FQ_INLINE uint32_t lane_bits(M m) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(M) == 64 && sizeof(Elem<M>) == 4) return uint32_t(_mm512_movepi32_mask(bit_cast<__m512i>(m)));
+  else if constexpr (sizeof(M) == 64 && sizeof(Elem<M>) == 2) return uint32_t(_mm512_movepi16_mask(bit_cast<__m512i>(m)));
   else if constexpr (sizeof(M) == 64) return uint32_t(_mm512_movepi64_mask(bit_cast<__m512i>(m)));
   else
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(M) == 32 && sizeof(Elem<M>) == 2) {
+    const __m256i bytes = _mm256_packs_epi16(bit_cast<__m256i>(m), _mm256_setzero_si256());
+    return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xD8)));
+  } else
 #endif
 #if defined(__AVX__)
   if constexpr (sizeof(M) == 32 && sizeof(Elem<M>) == 4) return uint32_t(_mm256_movemask_ps(bit_cast<__m256>(m)));
@@ -331,7 +356,9 @@ template <class M> FQ_INLINE uint32_t lane_bits(M m) {
   else
 #endif
 #if defined(__SSE2__)
-  if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 4) return uint32_t(_mm_movemask_ps(bit_cast<__m128>(m)));
+  if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 2) {
+    return uint32_t(_mm_movemask_epi8(_mm_packs_epi16(bit_cast<__m128i>(m), _mm_setzero_si128())));
+  } else if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 4) return uint32_t(_mm_movemask_ps(bit_cast<__m128>(m)));
   else if constexpr (sizeof(M) == 16) return uint32_t(_mm_movemask_pd(bit_cast<__m128d>(m)));
   else
 #endif
@@ -339,6 +366,9 @@ template <class M> FQ_INLINE uint32_t lane_bits(M m) {
   if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 4) {
     const uint32x4_t weight = {1, 2, 4, 8};
     return vaddvq_u32(vandq_u32(bit_cast<uint32x4_t>(m), weight));
+  } else if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 2) {
+    const uint16x8_t weight = {1, 2, 4, 8, 16, 32, 64, 128};
+    return vaddvq_u16(vandq_u16(bit_cast<uint16x8_t>(m), weight));
   } else
 #endif
   if constexpr (sizeof(M) > 16 && kWidth<M> > 1) {

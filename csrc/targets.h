@@ -13,6 +13,8 @@
   void learned_backward(const LearnedBackwardArgs&, const Tile&, const LearnedTile&);  \
   void min_max(const MinMaxArgs&, const Tile&, const MinMaxTile&);                     \
   int64_t magnitudes(const MagnitudeArgs&, int64_t begin, int64_t end);                \
+  float mirrored(const float* absmax, int64_t n, float* lowest);                       \
+  void block_scales(const BlockScaleArgs&);                                            \
   int encode_levels(const EncodeLevelsArgs&, int64_t begin, int64_t end);              \
   void scale_sums(const ScaleSumsArgs&, int64_t begin, int64_t end);                   \
   void scale_planes(const ScalePlanesArgs&, int64_t begin, int64_t end);               \

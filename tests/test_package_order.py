@@ -37,8 +37,8 @@ LAYERS = [
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 LOWEST_FLOOR = {"__init__", "target", "rounding"}
-# The base of sessions with ONNX files, which no room owns.
-SHARED = {"_runtimes.onnx_session": "_runtimes.session"}
+# The bases of sessions with ONNX files and of kernels of several runtimes, which no room owns.
+SHARED = {"_runtimes.onnx_session": "_runtimes.session", "_runtimes.reciprocal_arithmetic": "_runtimes.arithmetic"}
 # Where public names and rooms are listed. A recipe may be for one target.
 FRONT_DOORS = {"__init__.py", "results.py", "recipes.py", "_runtimes/__init__.py"}
 # Runtimes that are also libraries whose models and trainers other packages know.

@@ -128,6 +128,7 @@ WHOLE_MODELS = [
     "export_compressed_tensors",
     "export_executorch",
     "export_gguf",
+    "export_litert",
     "export_onnx",
     "health",
     "latency",

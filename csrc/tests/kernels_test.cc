@@ -162,7 +162,7 @@ uint64_t integer_products(const Shape& shape) {
       column_scale(static_cast<size_t>(columns), 0.3f);
   std::vector<float> bias(static_cast<size_t>(std::max(rows, columns)));
   std::vector<double> codes_of_bias(bias.size()), doubles(static_cast<size_t>(n));
-  std::vector<int32_t> zero(static_cast<size_t>(rows)), totals(zero), magnitudes(zero),
+  std::vector<int32_t> zero(static_cast<size_t>(rows)), totals(zero), magnitudes(zero), row_totals(zero),
       column_zero(static_cast<size_t>(columns)), column_totals(column_zero), sums(static_cast<size_t>(n));
   std::vector<int8_t> codes(static_cast<size_t>(n));
   for (auto& v : scale) v = float(rng.uniform()) + 0.01f;
@@ -172,6 +172,8 @@ uint64_t integer_products(const Shape& shape) {
   for (auto& v : zero) v = int32_t(rng.next() % 256);
   for (auto& v : column_zero) v = int32_t(rng.next() % 256) - 128;
   for (auto& v : column_totals) v = int32_t(rng.next() % 9999) - 5000;
+  // Not those of encode_levels, which writes only some, as its threads happen to, where it finds no levels.
+  for (auto& v : row_totals) v = int32_t(rng.next() % 9999) - 5000;
   for (auto& v : sums) v = int32_t(rng.next() % (1u << 30)) - (1 << 29);
   for (bool per_row : {false, true}) {
     for (int64_t i = 0; i < n; ++i) {
@@ -213,7 +215,7 @@ uint64_t integer_products(const Shape& shape) {
                             : kind == SumKind::f64 ? (const void*)doubles.data()
                                                    : sums.data();
         scale_sums({kind, rows, columns, 77, given, y.data(), per_row ? rows : 1, per_row ? columns : 1, scale.data(),
-                    column_scale.data(), zero.data(), column_zero.data(), 128, 0, totals.data(), column_totals.data(),
+                    column_scale.data(), zero.data(), column_zero.data(), 128, 0, row_totals.data(), column_totals.data(),
                     with == 1 ? bias.data() : nullptr, with == 2 ? codes_of_bias.data() : nullptr, 8.0});
         d.add_floats(DType::f32, y.data(), n);
         if (kind < SumKind::f32) continue;

@@ -53,7 +53,8 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
   m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "Returns None if torch's linear must be used.");
   m.def("integer_linear", &integer_linear, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
         "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),
-        "code_factor"_a, "with_int8"_a);
+        "code_factor"_a, "with_int8"_a, "kept"_a.none() = nb::none());
+  m.def("weight_levels", &weight_levels, "weight"_a, "scale"_a, "zero"_a.none(), "low"_a, "high"_a, "with_int8"_a);
   m.def("integer_convolution", &integer_convolution, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
         "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),
         "code_factor"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "with_int8"_a);

@@ -74,9 +74,14 @@ nb::object linear(nb::handle x, nb::handle weight, nb::handle bias);
 //   bias_codes        None, or the bias as integers in float64, at the scale of the sums divided by `code_factor`. They
 //                     are added to the sums; `bias` then only gets a gradient
 //   with_int8         use the CPU's instructions for products of 8-bit integers
+//   kept              None, or what `weight_levels` has returned for this weight
 nb::object integer_linear(nb::handle x, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
                           nb::handle weight, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
-                          int64_t weight_high, nb::handle bias, nb::handle bias_codes, double code_factor, bool with_int8);
+                          int64_t weight_high, nb::handle bias, nb::handle bias_codes, double code_factor, bool with_int8,
+                          nb::handle kept);
+
+// Returns the levels of a weight, for several calls of `integer_linear`.
+nb::object weight_levels(nb::handle weight, nb::handle scale, nb::handle zero, int64_t low, int64_t high, bool with_int8);
 
 // --- convolution.cc -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -107,12 +108,39 @@ std::pair<Tensor, SumKind> exact_sums(const Levels& x, const Levels& weight, boo
   return {sums, SumKind::i32};
 }
 
+// torch multiplies codes one by one, slowly, where oneDNN is switched off.
+// With one column, its result depends on memory that it must not read.
+bool multiplies_codes(bool with_int8, int64_t inner) {
+  return with_int8 && inner > 1 && inner <= kLongestSum && at::globalContext().userEnabledMkldnn();
+}
+
+// Writes the levels of `t`, seen as a matrix. Returns 0 or a reason why there are none.
+int encode_matrix(Levels& levels, const Tensor& t, int64_t rows, bool as_codes) {
+  const auto options = as_codes ? t.options().dtype(at::kChar) : t.options();
+  return levels.encode(t, rows, at::empty({rows, t.numel() / rows}, options));
+}
+
+constexpr const char* kWeightLevels = "fakequant.weight_levels";
+
 }  // namespace
+
+nb::object weight_levels(nb::handle weight_object, nb::handle scale, nb::handle zero, int64_t low, int64_t high,
+                         bool with_int8) {
+  const Tensor& weight = tensor(weight_object);
+  if (weight.dim() != 2 || weight.numel() == 0 || !is_simple_data(weight) || weight.scalar_type() != at::kFloat)
+    return nb::none();
+  auto levels = std::make_unique<Levels>();
+  if (!levels->set_grid(scale, zero, low, high, weight.size(0))) return nb::none();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (encode_matrix(*levels, weight.contiguous(), weight.size(0), multiplies_codes(with_int8, weight.size(1))))
+    return nb::none();
+  return nb::capsule(levels.release(), kWeightLevels, [](void* p) noexcept { delete static_cast<Levels*>(p); });
+}
 
 nb::object integer_linear(nb::handle x_object, nb::handle x_scale, nb::handle x_zero, int64_t x_low, int64_t x_high,
                           nb::handle weight_object, nb::handle weight_scale, nb::handle weight_zero, int64_t weight_low,
                           int64_t weight_high, nb::handle bias_object, nb::handle bias_codes, double code_factor,
-                          bool with_int8) {
+                          bool with_int8, nb::handle kept) {
   const Tensor &x = tensor(x_object), &weight = tensor(weight_object);
   const Tensor bias = bias_object.is_none() ? Tensor() : tensor(bias_object);
   if (!can_multiply(x, weight, bias) || x.scalar_type() != at::kFloat || weight.numel() == 0) return nb::none();
@@ -120,21 +148,21 @@ nb::object integer_linear(nb::handle x_object, nb::handle x_scale, nb::handle x_
   if (weight.size(1) != inner || (bias.defined() && bias.numel() != columns)) return nb::none();
   Levels left, right;
   if (!left.set_grid(x_scale, x_zero, x_low, x_high, rows)) return nb::none();
-  if (!right.set_grid(weight_scale, weight_zero, weight_low, weight_high, columns)) return nb::none();
+  if (!kept.is_none()) {
+    right = *static_cast<const Levels*>(nb::cast<nb::capsule>(kept).data(kWeightLevels));
+    if (right.values.sizes() != weight.sizes()) return nb::none();
+  } else if (!right.set_grid(weight_scale, weight_zero, weight_low, weight_high, columns)) {
+    return nb::none();
+  }
   const double* codes = nullptr;
   if (!bias_codes.is_none() && !(codes = buffer<double>(bias_codes, columns, at::kDouble))) return nb::none();
-  // torch multiplies codes one by one, slowly, where oneDNN is switched off.
-  // With one column, its result depends on memory that it must not read.
-  const bool as_codes = with_int8 && inner > 1 && inner <= kLongestSum && at::globalContext().userEnabledMkldnn();
+  const bool as_codes =
+      kept.is_none() ? multiplies_codes(with_int8, inner) : right.values.scalar_type() == at::kChar;
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto codes_of = [&](Levels& levels, const Tensor& t, int64_t count) {
-      return levels.encode(
-          t, count,
-          as_codes ? at::empty({count, inner}, t.options().dtype(at::kChar)) : at::empty({count, inner}, t.options()));
-    };
-    if (codes_of(left, x, rows) || codes_of(right, weight.contiguous(), columns)) return nb::none();
+    if (encode_matrix(left, x, rows, as_codes)) return nb::none();
+    if (kept.is_none() && encode_matrix(right, weight.contiguous(), columns, as_codes)) return nb::none();
     auto [sums, kind] = exact_sums(left, right, as_codes);
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = columns;

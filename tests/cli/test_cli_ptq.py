@@ -8,6 +8,7 @@ import torch
 
 import fakequant as fq
 from fakequant._cli import commands, main
+from fakequant._runtimes import find
 from fakequant.ptq._try_methods import METHODS
 
 SCRIPT = """
@@ -136,13 +137,16 @@ def test_a_model_goes_from_ptq_to_a_verified_file_without_a_script(here, capsys)
     assert "different in the file" in capsys.readouterr().err
 
 
-def test_export_writes_what_the_target_reads(here, capsys):
-    pytest.importorskip("executorch")
-    assert main([*ARGUMENTS, "--target", "xnnpack", "--out", "q.pt"]) == 0
-    arguments = ["script.py:make", "script.py:batches", "model.pte", *RECIPE, "--state", "q.pt", "--target", "xnnpack"]
+@pytest.mark.parametrize(
+    ("target", "name", "integers"), [("xnnpack", "model.pte", "1 of 2"), ("litert", "model.tflite", "1 of 2")]
+)
+def test_export_writes_what_the_target_reads(target, name, integers, here, capsys):
+    pytest.importorskip(find(target).runtime.package)
+    assert main([*ARGUMENTS, "--target", target, "--out", "q.pt"]) == 0
+    arguments = ["script.py:make", "script.py:batches", name, *RECIPE, "--state", "q.pt", "--target", target]
     assert main(["export", *arguments]) == 0
-    assert "layers in integers: 1 of 2" in capsys.readouterr().out
-    assert (here / "model.pte").is_file()
+    assert f"layers in integers: {integers}" in capsys.readouterr().out
+    assert (here / name).is_file()
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,40 @@ def test_joined_tensors_keep_their_sums(join):
     assert values.origin_of(joined) is None
 
 
+CLAMPS = {
+    "relu6": (nn.ReLU6(), 0.0, 6.0),
+    "hardtanh_": (lambda x: nn.functional.hardtanh_(x, -2.05, 7), -2.05, 7.0),
+    "clamp": (lambda x: x.clamp(max=3.15), None, 3.15),
+    "clamp_min_": (lambda x: x.clamp_min_(-0.25), -0.25, None),
+    "clip": (lambda x: torch.clip(x, 2.0, 1.0), 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("clamp", "low", "high"), CLAMPS.values(), ids=CLAMPS)
+def test_clamped_tensors_keep_their_sums(clamp, low, high):
+    """XNNPACK, also in LiteRT, limits the codes of sums; others round limited floats. At ties they differ."""
+    sums, scale, out = torch.arange(-300.0, 300), torch.tensor(0.05), grid(0.1, 100)
+    before = values.Accumulated(sums, scale)
+    limited = clamp(values.track(sums * scale, before))
+    for name, rule in arithmetics.items():
+        ends = [None if end is None else rule.from_float(torch.tensor(end), out) for end in (low, high)]
+        expected = before.codes(rule, out).clamp(*ends)
+        if name not in ("xnnpack", "litert"):
+            expected = rule.from_float(values.plain(limited), out)
+        assert torch.equal(limited.origin.codes(rule, out), expected)
+    assert values.origin_of(clamp(on_grid(sums))) is None
+    tensors = torch.zeros(600), torch.ones(600)
+    assert values.origin_of(values.track(sums * scale, before).clamp(*tensors)) is None
+
+
+def test_codes_of_clamped_tensors_differ_from_those_of_limited_floats_at_ties():
+    """Otherwise the test above would show nothing."""
+    sums, scale, out = torch.arange(-300.0, 300), torch.tensor(0.05), grid(0.1, 100)
+    limited = nn.functional.relu6(values.track(sums * scale, values.Accumulated(sums, scale)))
+    rule = arithmetics["xnnpack"]
+    assert not torch.equal(limited.origin.codes(rule, out), rule.from_float(values.plain(limited), out))
+
+
 def add_in_place(x, y):
     x += y
     return x

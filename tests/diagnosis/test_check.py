@@ -6,6 +6,7 @@ import json
 import pytest
 
 import fakequant as fq
+from fakequant._runtimes import find
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -51,18 +52,19 @@ def test_check_leaves_the_model_and_the_random_numbers_unchanged():
 
 TARGETS = {
     "generic": "onnxruntime", "onnxruntime-x86": "onnxruntime", "openvino": "openvino", "tensorrt": "onnxruntime",
-    "xnnpack": "executorch",
+    "xnnpack": "executorch", "litert": "litert",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "runtime"), TARGETS.items())
 def test_check_writes_and_runs_the_file_of_the_target(target, runtime, tmp_path):
-    pytest.importorskip(runtime)
+    kind = find(target).runtime
+    pytest.importorskip(kind.package)
     config = fq.recipes.int8(target=target)
     found = fq.check(network(), image(), config)
     model = fq.calibrate(fq.prepare(network().eval(), config, image()), [image()], progress=False)
-    path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
-    (fq.export_executorch if target == "xnnpack" else fq.export_onnx)(model, path, image())
+    path = tmp_path / f"m{kind.suffix}"
+    getattr(fq, kind.exporter)(model, path, image())
     result = fq.verify(model, path, [image()])
     assert result.runtime == runtime
     assert (found.ok, found.integer_multiplications) == (result.ok, result.integer_multiplications)

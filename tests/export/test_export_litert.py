@@ -49,20 +49,21 @@ class Layers(nn.Module):
         self.up, self.crop = nn.ConvTranspose2d(8, 6, 3, stride=2), nn.ConvTranspose2d(6, 4, 4, stride=2, padding=1)
         self.sequence, self.same = nn.Conv1d(4, 8, 3, padding=1, stride=2), nn.Conv1d(8, 8, 3, padding="same", groups=8)
         self.longer, self.head = nn.ConvTranspose1d(8, 4, 2, stride=2), nn.Linear(4, 3)
+        self.groups = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2)
 
     def forward(self, image: Tensor, sequence: Tensor) -> tuple[Tensor, ...]:
         x = F.relu6(self.strided(image))
         x = F.hardtanh(self.depthwise(F.relu(self.even(x))), -0.5, 0.25)
         x = self.crop(F.relu(self.up(self.dilated(self.twice(x)))))
         y = self.longer(self.same(F.relu(self.sequence(sequence))))
-        return x, self.head(y.transpose(1, 2))
+        return self.groups(x), self.head(y.transpose(1, 2))
 
 
 def test_layers(tmp_path):
     x = randn(2, 4, 16, 16, generator=generator()), randn(2, 4, 9, generator=generator())
     model, report, path = written(Layers(), x, tmp_path)
     assert (report.share, {one.how for one in report.layers}) == (1.0, {"int8"})
-    assert len(report.layers) == 11
+    assert len(report.layers) == 13  # the groups of a transposed convolution are layers
     found = assert_same(model, path, x)
     assert found.floats == {}
     # The image and the first result; sequences have the channels last in front of the linear layer.

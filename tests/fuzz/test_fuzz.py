@@ -12,6 +12,7 @@ import torch
 
 import fakequant as fq
 from construct_patterns import PATTERNS
+from fakequant._runtimes import find
 from random_networks import is_sound, network
 from shrinking import shrunk
 from sources import Source
@@ -22,7 +23,7 @@ from workers import Worker
 pytest.importorskip("onnxscript")
 
 # Steps through the pairs so that neighbouring seeds have other targets and other recipes.
-NETWORKS = [(seed, *PAIRS[7 * seed % len(PAIRS)]) for seed in range(20 if ALL else 5)]
+NETWORKS = [(seed, *PAIRS[5 * seed % len(PAIRS)]) for seed in range(20 if ALL else 5)]
 # Seeds of networks that their target cannot compute. At most one in twenty.
 REFUSED: set[int] = set()
 # Every pattern appears within so many networks.
@@ -36,7 +37,7 @@ def one_thread(torch_on_one_thread):
 
 @pytest.mark.parametrize(("seed", "target", "recipe"), NETWORKS)
 def test_a_random_network_is_verified(seed, target, recipe):
-    pytest.importorskip({"openvino": "openvino", "xnnpack": "executorch"}.get(target.split("-")[0], "onnxruntime"))
+    pytest.importorskip(find(target).runtime.package)
     source = network(seed)
     outcome = run(source, target, recipe, copies=seed % 3 == 0)
     expected = "refused" if seed in REFUSED else "ok"
@@ -48,7 +49,9 @@ def test_dynamic_scales_are_refused_for_openvino(target):
     assert run(network(5), target, "int8_dynamic").kind == "refused"
 
 
-@pytest.mark.parametrize("target", ["onnxruntime-x86", "onnxruntime-vnni", "openvino", "openvino-vnni", "xnnpack"])
+@pytest.mark.parametrize(
+    "target", ["onnxruntime-x86", "onnxruntime-vnni", "openvino", "openvino-vnni", "xnnpack", "litert"]
+)
 def test_fp8_is_refused_for_integer_kernels(target):
     with pytest.raises(ValueError, match=target):
         fq.prepare(

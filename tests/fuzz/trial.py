@@ -71,7 +71,7 @@ RECIPES = {
     "int4_weight_only": "int4_weight_only(None, target={target!r})",
     "fp8": "fp8()",
 }
-TARGETS = ("generic", "onnxruntime-x86", "onnxruntime-vnni", "openvino", "openvino-vnni", "xnnpack")
+TARGETS = ("generic", "onnxruntime-x86", "onnxruntime-vnni", "openvino", "openvino-vnni", "xnnpack", "litert")
 
 
 class Pair(NamedTuple):
@@ -97,8 +97,7 @@ def pairs_of(seed: int) -> list[Pair]:
     >>> set(Counter(pair for seed in range(2 * len(PAIRS)) for pair in pairs_of(seed)).values())
     {3}
     """
-    # The number of pairs is odd, so every pair meets even seeds, which have a second one, as often as odd ones.
-    return [PAIRS[seed % len(PAIRS)], PAIRS[(seed + 7) % len(PAIRS)]][: 2 - seed % 2]
+    return [PAIRS[seed % len(PAIRS)], PAIRS[(seed // 2 + 7) % len(PAIRS)]][: 2 - seed % 2]
 
 
 # Kinds of outcomes that may happen rarely.
@@ -194,6 +193,8 @@ def _steps(target: str, recipe: str, stem: str) -> dict[str, str]:
     """Returns the source of each step, for a target and a recipe."""
     if target == "xnnpack":
         path, export = f"{stem}.pte", "export_executorch(model, {!r}, example, max_batch=8)"
+    elif target == "litert":
+        path, export = f"{stem}.tflite", "export_litert(model, {!r}, example, dynamic_batch=True)"
     else:
         path, export = f"{stem}.onnx", "export_onnx(model, {!r}, example)"
     # Otherwise runtimes round the float inputs of weight-only layers, as they do by default.

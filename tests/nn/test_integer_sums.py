@@ -5,44 +5,17 @@ import dataclasses
 import pickle
 
 import pytest
+from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from fakequant import _native, presets, recipes
+from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
+from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, integer_linear
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.testing.assertions import assert_same_bits
-
-torch = pytest.importorskip("torch")
-compiled_nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution  # noqa: E402
-from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, integer_linear  # noqa: E402
+from integer_sums_cases import PRODUCTS, multiply_by, restored_settings, torch  # noqa: F401
 
 nn = torch.nn
-
-# Whatever computes the sums.
-PRODUCTS = (*_native.supported_targets(), "without int8", "low precision", "in Python")
-
-
-def multiply_by(how, monkeypatch):
-    if how in _native.supported_targets():
-        _native.select_target(how)
-    if how == "in Python":
-        monkeypatch.setattr(compiled_nodes, "compiled", None)
-    if how == "without int8":
-        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
-    if how == "low precision":
-        monkeypatch.setattr(_native, "has_int8_products", lambda: False)
-        torch.set_float32_matmul_precision("medium")
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    threads, precision, target = torch.get_num_threads(), torch.get_float32_matmul_precision(), _native.target()
-    yield
-    _native.select_target(target)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
 
 
 def operands(rows, inner, columns, zero, extreme):
@@ -215,6 +188,34 @@ def test_transforms_and_compilers_give_the_same_bits_for_convolutions():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(step_of_images(model, lambda _, x: compiled(x)), before, strict=True):
         assert_same_bits(found, wanted)
+
+
+class CallsFunctions(nn.Conv2d):
+    """Calls convolutions as functions, with settings of every form."""
+
+    SETTINGS = ({"padding": "valid"}, {"stride": (2,), "padding": (1, 0)}, {"padding": "same", "dilation": 2})
+
+    def __init__(self, number):
+        super().__init__(4, 8, 3, groups=2)
+        self.settings = self.SETTINGS[number]
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight * 2, self.bias, groups=2, **self.settings)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_convolutions_that_are_called_as_functions(number):
+    torch.manual_seed(number)
+    x = torch.randn(2, 4, 9, 9)
+    model = fq.prepare(nn.Sequential(CallsFunctions(number)), CONFIGS["int8"], x)
+    model = fq.calibrate(model, [x], progress=False).eval()
+    fq.nn.switch_quantizers(model, frozen=True)
+    layer, weight = model[0], fq.nn.quantized_weight(model[0])
+    x_scale, scale = layer.input_quantizer.scale, layer.weight_quantizer.scale.reshape(-1, 1, 1)
+    levels = (fq.nn.quantize_input(layer, x) / x_scale).round(), (weight / scale[..., None]).round()
+    sums = nn.functional.conv2d(*(level.double() for level in levels), groups=2, **layer.settings)
+    assert_same_bits(model.train()(x), sums.float() * (x_scale * scale) + layer.bias[:, None, None])
+    assert_same_bits(model.eval()(x), fq.convert(model)(x))
 
 
 def test_one_more_zero_at_the_end(recwarn):

@@ -12,6 +12,7 @@ from thoroughness import ALL
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("fakequant._backends.torch.operators")
 observers = pytest.importorskip("fakequant.observers")
+pytest.importorskip("fakequant.nn")  # which defines the operators of products
 
 # From torch 2.15 on, opcheck reads `.grad` of every tensor, which warns if the tensor is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -28,7 +29,7 @@ SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
 # Called by the decompositions for Inductor.
 CHECKS = {"checked_scale"}
 # Products of experts, whose numbers of rows are only known at run time, and products with exact sums.
-PRODUCTS = {"grouped_linear", "grouped_outer", "integer_linear", "integer_convolution"}
+PRODUCTS = {"grouped_linear", "grouped_outer", "integer_linear", "integer_grouped_linear", "integer_convolution"}
 NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS | PRODUCTS
 GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
 ROWS = QuantSpec(bits=4, axis=0).to_numbers()
@@ -95,6 +96,8 @@ def on_grid(*shape, scale=0.5):
 
 # The grids of an input and of a weight, and a bias without codes.
 GRIDS = (torch.tensor(0.5), None, -8, 7, torch.tensor(0.5), None, -8, 7, None, 1.0)
+# The group of each of four rows, and where the rows of each group end.
+GROUPS = (torch.tensor([0, 2, 2, 2]), torch.tensor([1, 1, 4]))
 BIAS_CODES = (*GRIDS[:8], torch.arange(3.0, dtype=torch.float64), 4.0)
 
 
@@ -231,6 +234,10 @@ CASES = {
         "tokens": (on_grid(2, 4, 5), on_grid(3, 5), floats(3), *GRIDS),
         "bias codes": (on_grid(4, 5), on_grid(3, 5), floats(3), *BIAS_CODES),
         "no bias": (on_grid(4, 5), on_grid(3, 5), None, *GRIDS),
+    },
+    "integer_grouped_linear": {
+        "one group empty": (on_grid(4, 5), on_grid(9, 5), floats(9), *GROUPS, *GRIDS),
+        "no bias": (on_grid(4, 5), on_grid(9, 5), None, *GROUPS, *GRIDS),
     },
     "integer_convolution": {
         "image": (on_grid(2, 4, 7, 7), on_grid(3, 4, 3, 3), floats(3), *GRIDS, [1, 2], [1, 0], [1, 1], 1),

@@ -60,6 +60,7 @@ def test_extras_contain_the_documented_packages():
     assert names["gpu"] == torch | {"triton"}
     assert names["openvino"] == torch | onnx | {"openvino"}
     assert names["executorch"] == torch | {"executorch"}
+    assert names["litert"] == torch | {"ai-edge-litert"}
     assert names["all"] == names["demo"]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import nn as fqnn, recipes
+from fakequant._runtimes import find
 from fakequant.testing.assertions import assert_same_bits
 from thoroughness import ALL, sampled
 
@@ -198,7 +199,7 @@ def test_copies_states_and_files_have_the_same_bits(name, tmp_path):
 
 RUNTIMES = [("generic", "read weight"), (X86, "refined"), ("openvino", "blocks")]
 if ALL:
-    RUNTIMES = [(target, name) for target in ("generic", X86, "openvino", "xnnpack") for name in MODELS]
+    RUNTIMES = [(target, name) for target in ("generic", X86, "openvino", "xnnpack", "litert") for name in MODELS]
 
 
 @pytest.mark.parametrize(("target", "name"), RUNTIMES)
@@ -206,12 +207,10 @@ def test_the_runtime_computes_every_call(name, target, tmp_path):
     make, shape = MODELS[name]
     x = randn(*shape)
     model = calibrated(make, x, recipes.int8(target=target))
-    if target == "xnnpack":
-        fq.export_executorch(model, tmp_path / "model.pte", x)
-        found = fq.verify(model, tmp_path / "model.pte", [x, randn(*shape, seed=1)])
-    else:
-        fq.export_onnx(model, tmp_path / "model.onnx", x)
-        found = fq.verify(model, tmp_path / "model.onnx", [x, randn(*shape, seed=1)])
+    runtime = find(target).runtime
+    path = tmp_path / f"model{runtime.suffix}"
+    getattr(fq, runtime.exporter)(model, path, x)
+    found = fq.verify(model, path, [x, randn(*shape, seed=1)])
     assert found.ok, found.problem
     assert found.is_exact
 

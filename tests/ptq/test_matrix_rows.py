@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._paired_models.products import _seen
-from fakequant.nn._experts import Groups
 from fakequant.nn._layers import transposed_linear
 from ptq_models import randn
 

@@ -12,7 +12,13 @@ from fakequant import _runtimes  # noqa: E402
 from fakequant._runtimes import session as sessions  # noqa: E402
 
 X = torch.randn(3, 8)
-RUNTIMES = {"generic": "onnxruntime", "onnxruntime-x86": "onnxruntime", "openvino": "openvino", "xnnpack": "executorch"}
+RUNTIMES = {
+    "generic": "onnxruntime",
+    "onnxruntime-x86": "onnxruntime",
+    "openvino": "openvino",
+    "xnnpack": "executorch",
+    "litert": "litert",
+}
 
 
 def exported(target, folder):

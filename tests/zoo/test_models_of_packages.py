@@ -11,6 +11,7 @@ import torch
 import fakequant as fq
 from fakequant._prepare.flow_graph import count_multiplications
 from fakequant._prepare.record_flow import record_flow
+from fakequant._runtimes import find
 from thoroughness import ALL
 from vision_packages import find_vision_packages
 from zoo_models import MODELS
@@ -19,7 +20,11 @@ pytest.importorskip("onnxruntime")
 find_vision_packages()
 
 # ExecuTorch takes minutes for some models. `make test` checks it on small ones, in tests/diagnosis.
-CHECKED = [(name, target) for name in MODELS for target in ("openvino", "xnnpack")] if ALL else [("GPT-2", "openvino")]
+CHECKED = (
+    [(name, target) for name in MODELS for target in ("openvino", "xnnpack", "litert")]
+    if ALL
+    else [("GPT-2", "openvino")]
+)
 # Functions that multiply two activations, as attention does. No layer computes these.
 PRODUCTS = re.compile(r"(^|: )(r?matmul|bmm|baddbmm|scaled_dot_product_attention) \d+$")
 
@@ -52,14 +57,15 @@ def test_layers_of_a_model_run_in_integers(name):
 
 @pytest.mark.parametrize(("name", "target"), CHECKED)
 def test_check_agrees_with_export_and_verify(name, target, tmp_path):
-    pytest.importorskip("executorch.exir" if target == "xnnpack" else "openvino")
+    runtime = find(target).runtime
+    pytest.importorskip(runtime.package)
     model, example = made(MODELS[name])
     config = fq.recipes.int8(target=target)
     found = fq.check(model, example, config)
     prepared = fq.calibrate(fq.prepare(model.eval(), config, example), [example], progress=False)
-    path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
+    path = tmp_path / f"m{runtime.suffix}"
     try:
-        (fq.export_executorch if target == "xnnpack" else fq.export_onnx)(prepared, path, example)
+        getattr(fq, runtime.exporter)(prepared, path, example)
         result = fq.verify(prepared, path, [example])
         seen = result.ok, result.integer_multiplications
     except (ValueError, TypeError):

@@ -26,6 +26,7 @@ from fakequant._util.text import indented, listed
 from fakequant.nn._adapters import require_merged
 from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._input_factors import has_factors
 from fakequant.nn._kv_cache import CACHE_QUANTIZERS
 from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreached_layers, weight_quantizers
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
@@ -218,6 +219,8 @@ def _require_target(model: nn.Module, target: Target) -> None:
         spec = module.spec if isinstance(module, GoldenQuantizer) else _weight_spec_of(module)
         if path.rpartition(".")[2] in CACHE_QUANTIZERS and not target.has_quantized_caches:
             reason: str | None = f"quantizes what a cache stores, and files of {target.name} have no place for it"
+        elif isinstance(module, IntegerLayer) and has_factors(module) and not target.multiplies_inputs:
+            reason = f"multiplies its input, as smooth(insert=True) does, and {target.name} cannot do so in float"
         elif spec is not None and not target.has_format(spec):
             reason = f"is {spec}, but the kernels of {target.name} compute with integers"
             has_format = False

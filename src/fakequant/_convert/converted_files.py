@@ -40,6 +40,7 @@ from fakequant._util.packages import require
 from fakequant._util.text import shortened
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CallingModule
+from fakequant.nn._input_factors import has_factors
 from fakequant.nn._owners import OwnerKind
 from fakequant.nn._records import LayerRecord, find_record
 from fakequant.qparams import encode_scales
@@ -202,6 +203,8 @@ def _describe(model: nn.Module) -> Description:
             layers[path] = {"kind": record.float_class.__name__, "weight": _describe_weight(record)}
             if record.takes_vectors:
                 layers[path]["takes_vectors"] = True
+            if has_factors(module):
+                layers[path]["multiplies_input"] = True
             if record.input_grid is not None:
                 sources[path] = grids[record.input_grid]
     return {

@@ -37,6 +37,7 @@ from fakequant._prepare.repeated_calls import RepeatedCalls
 from fakequant._runtimes.arithmetic import ARITHMETICS
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CHILD, FunctionQuantizers
+from fakequant.nn._input_factors import attach_factors
 from fakequant.nn._kv_cache import CACHE_QUANTIZERS
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._owners import OwnedProduct, is_owner, owner_record, products_of, release_from_owner
@@ -161,6 +162,8 @@ def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
     record = Integers(kind=kind, float_class=cls, path=path, takes_vectors=takes_vectors)
     attach_layer(layer, record, dict.fromkeys(("input_quantizer", "output_quantizer", *ATTENTION_QUANTIZERS)))
     layer.register_buffer("bias_codes", None)
+    if described.get("multiplies_input", False):
+        attach_factors(layer)
     if weight is None:
         return
     layer._parameters.pop(kind.weight_name, None)

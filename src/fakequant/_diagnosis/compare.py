@@ -39,6 +39,7 @@ from fakequant._util.shown import Shown
 from fakequant._util.text import table
 from fakequant.nn._call_quantizers import before_call, counting_from, quantizers_in
 from fakequant.nn._folding import bias_error, factor_of
+from fakequant.nn._input_factors import scaled
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 
 
@@ -267,7 +268,9 @@ class _Comparison:
             if grid is not None and given is not None:
                 sums.add_quantized(grid, given, call.result)
         elif compared.input_grid is not None:
-            there, here = inputs_of(compared.module, call.args, call.kwargs), inputs_of(compared.module, args, kwargs)
+            there = [scaled(compared.module, x) for x in inputs_of(compared.module, call.args, call.kwargs)]
+            is_float = args is call.args and kwargs is call.kwargs
+            here = there if is_float else inputs_of(compared.module, args, kwargs)
             for expected, x in zip(there, here, strict=False):
                 sums.add_quantized(compared.input_grid, x, expected)
 
@@ -297,7 +300,7 @@ class _Comparison:
         if not has_quantized_weight(layer):
             return None
         kind = layer._fakequant.kind
-        weight, quantized = exact(kind.read_weight(compared.before)), exact(quantized_weight(layer))
+        weight, quantized = exact(kind.read_weight(compared.before)), scaled(layer, exact(quantized_weight(layer)))
         of_channels = compared.norm_to_come is None or weight.dim() > 2 or compared.input_dims == 2  # not of tokens
         if compared.norm is not None and of_channels:
             weight = _scaled(weight, self.float_model.get_submodule(compared.norm), kind.channel_axis)

@@ -134,6 +134,25 @@ def first_axes(args: Args, kwargs: Kwargs, axis: object) -> DynamicShapes:
     return tuple(map(of, args)) if args else {name: of(x) for name, x in kwargs.items()}
 
 
+def repeated(inputs: Any, length: int) -> Any:
+    """Returns inputs with this number of rows, which are those of the given ones."""
+
+    def of(x: Tensor) -> Tensor:
+        return x[torch.arange(length) % len(x)] if x.dim() > 0 and len(x) else x
+
+    return pytree.tree_map_only(Tensor, of, inputs)
+
+
+@contextmanager
+def any_batch() -> Iterator[None]:
+    """Makes torch choose the same convolution for batches of any length. It limits lengths to those with one choice.
+
+    torch would choose others for single images, and from 16 images on.
+    """
+    with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
 def bind_constants(model: nn.Module, args: Args, kwargs: Kwargs, shapes: Any) -> tuple[Args, Kwargs, Any]:
     """Makes arguments without tensors constants of a model, in place. Returns the others, and their shapes.
 

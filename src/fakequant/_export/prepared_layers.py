@@ -16,12 +16,13 @@ from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import CallingModule
+from fakequant.nn._input_factors import has_factors
 from fakequant.nn._kv_cache import quantized_caches
 from fakequant.nn._model_quantizers import has_scale, named_quantizers
 from fakequant.nn._owners import is_owner, products_of
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._records import TOKENS, float_class_of
+from fakequant.nn._records import FACTORS, TOKENS, float_class_of
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
@@ -119,6 +120,11 @@ def prepared_layers(model: nn.Module, target: Target) -> Iterator[PreparedLayer]
     _require_layers_only(model, target)
     _require_place_of_cache(model, target)
     for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer) and has_factors(module):
+            raise ValueError(
+                f"{path or 'The model'} multiplies its input, as smooth(insert=True) does, and files of {target.name} "
+                "have no place for the factors.\nUse smooth without `insert`."
+            )
         if not isinstance(module, QuantizedLayer) or module.weight_quantizer is None:
             continue
         if not module.weight_quantizer.quantizing:
@@ -223,5 +229,5 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers that a prepared model had before `prepare`, by name."""
     quantizers = tuple(f"{path}." for path, _ in named_quantizers(model))
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if not name.startswith(quantizers) and name.rpartition(".")[2] not in (TOKENS, FLOW_BUFFER):
+        if not name.startswith(quantizers) and name.rpartition(".")[2] not in (TOKENS, FACTORS, FLOW_BUFFER):
             yield name, value

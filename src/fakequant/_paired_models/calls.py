@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._model.running import copied
 from fakequant.nn._call_quantizers import Counted, counted_calls
+from fakequant.nn._input_factors import changed_inputs as changed_inputs
 
 # The arguments and the result of a module are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -39,29 +40,6 @@ def float_tensors(result: Result) -> list[Tensor]:
     """Returns the float tensors in a result, which may be any nesting of tensors."""
     leaves: list[Any] = pytree.tree_leaves(result)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def changed_inputs(
-    layer: nn.Module, args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]
-) -> tuple[Args, Kwargs]:
-    """Returns the arguments with `change` applied once to each tensor that the layer quantizes.
-
-    >>> import torch
-    >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
-    ((tensor([-1., -1.]),), {})
-    """
-    names = ("query", "key", "value") if isinstance(layer, nn.MultiheadAttention) else ("input",)
-    done: dict[int, Tensor] = {}
-
-    def once(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        if id(x) not in done:
-            done[id(x)] = change(x)
-        return done[id(x)]
-
-    positional = (*map(once, args[: len(names)]), *args[len(names) :])
-    return positional, {name: once(x) if name in names else x for name, x in kwargs.items()}
 
 
 def inputs_of(layer: nn.Module, args: Args, kwargs: Kwargs) -> list[Tensor]:

@@ -17,7 +17,8 @@ from fakequant._paired_models.errors import ErrorSums
 from fakequant._prepare.attach import FLOW_BUFFER, attach_layer, detach_layer, find_preparation, link_norms
 from fakequant._util.text import listed
 from fakequant.nn._call_quantizers import CallQuantizers, current_quantizer
-from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._input_factors import has_factors
+from fakequant.nn._layer_kinds import AnyLayer, find_kind
 from fakequant.nn._model_quantizers import named_quantizers, switch_quantizers
 from fakequant.nn._owners import is_owner, owner_record, products_of
 from fakequant.nn._quantized_layer import (
@@ -28,7 +29,7 @@ from fakequant.nn._quantized_layer import (
     input_grid_of,
 )
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._records import TOKENS, find_record
+from fakequant.nn._records import FACTORS, TOKENS, find_record
 
 
 @contextmanager
@@ -92,7 +93,17 @@ def float_copy(model: nn.Module, reference: nn.Module | None) -> nn.Module:
         for name, tensor in _named_tensors(made):
             if name in given and not isinstance(tensor, nn.Parameter):
                 tensor.copy_(given[name])
+        if reference is not None:
+            for layer in made.modules():
+                if has_factors(layer):  # its input is multiplied, and the weights of `reference` do not know it
+                    _divide_weight(layer)
     return made
+
+
+def _divide_weight(layer: AnyLayer) -> None:
+    name = layer._fakequant.kind.weight_name
+    weight: nn.Parameter = layer._parameters[name]
+    layer._parameters[name] = nn.Parameter(weight / layer._buffers[FACTORS].to(weight), weight.requires_grad)
 
 
 def _given(reference: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +134,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers of a model that do not belong to its quantizers."""
     of_quantizers = {id(t) for _, q in named_quantizers(model) for t in (*q.parameters(), *q.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in of_quantizers and name.rpartition(".")[2] not in (FLOW_BUFFER, TOKENS):
+        if id(tensor) not in of_quantizers and name.rpartition(".")[2] not in (FLOW_BUFFER, TOKENS, FACTORS):
             yield name, tensor
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant.nn._attention import MultiheadAttention
-from fakequant.nn._experts import Groups
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._operators import LAYER_FUNCTIONS
 from fakequant.nn._quantized_layer import split_arguments

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._model.running import Bar, Data, call_arguments, check_steps, copied, evaluating, run
 from fakequant._paired_models.calls import RecordedCall, float_tensors, recording, watching
 from fakequant._paired_models.chains import Chain, find_chains, is_in_order, is_inside, possible_blocks
@@ -18,7 +19,6 @@ from fakequant._paired_models.products import LayerProduct, watching_products
 from fakequant._prepare.attach import link_norms, preparation
 from fakequant._train.calibrate import require_scales
 from fakequant.nn._call_quantizers import counting_from
-from fakequant.nn._experts import Groups
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.observers._ranks import ranks_of

@@ -16,6 +16,7 @@
     the model                          its `Preparation`, a load_state_dict pre-hook, the        prepare
                                        buffer `fakequant_flow` if there was an example
     a layer whose inputs have tokens   the buffer `fakequant_tokens`                             calibrate
+    a layer whose input is multiplied  the buffer `fakequant_factors`, a forward pre-hook        ptq.smooth
     an adapter of PEFT                 another `merge`, which `allow_merging` undoes             prepare
     a batch norm                       a class derived from its class                            Schedule
 
@@ -43,6 +44,7 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
+from fakequant.nn._input_factors import has_factors, merge_factors
 from fakequant.nn._kv_cache import CACHE_QUANTIZERS, place_of_cache, replace_cache, require_quantized
 from fakequant.nn._owners import OwnedProduct
 from fakequant.nn._packed_weights import PackedLayer, unpack
@@ -121,6 +123,8 @@ def detach_layer(layer: nn.Module) -> None:
     """Turns a prepared layer back into the float layer, without quantizers and hooks."""
     if isinstance(layer, PackedLayer):
         unpack(layer)
+    if has_factors(layer):
+        merge_factors(layer)
     record = layer.__dict__.pop(NAME)
     for handle in record.hooks:
         handle.remove()

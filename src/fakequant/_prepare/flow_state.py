@@ -6,6 +6,8 @@ model that was passed to `prepare`.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +17,19 @@ from fakequant._prepare.attach import FLOW_BUFFER, Preparation, find_preparation
 from fakequant._prepare.bit_widths import widen
 from fakequant._prepare.flow_graph import Repeated
 from fakequant._prepare.input_rounding import rounded_quantizers, set_rounding
-from fakequant._prepare.output_quantizers import FunctionPlan, Results, add_quantizer, attach_results, share_inputs
+from fakequant._prepare.output_quantizers import (
+    FunctionPlan,
+    Results,
+    add_quantizer,
+    attach_results,
+    give_own_inputs,
+    share_inputs,
+)
 from fakequant._prepare.outputs_to_quantize import Place
 from fakequant._prepare.repeated_calls import RepeatedCalls, describe_repeated, describe_splits, split
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CallingModule
+from fakequant.nn._input_factors import attach_factors, has_factors
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -65,6 +75,7 @@ def _describe_flow(model: nn.Module, made: Preparation) -> dict[str, Any]:
         "rounded": rounded_quantizers(model),
         "repeated": describe_repeated(model),
         "splits": describe_splits(model),
+        "multiplied": [path for path, module in model.named_modules() if has_factors(module)],
     }
 
 
@@ -91,46 +102,71 @@ def load_flow(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
     saved = state.get(name)
     if made is None:
         return
+    is_described = isinstance(saved, Tensor) and not saved.is_meta
     if FLOW_BUFFER in model._buffers:
+        if is_described:
+            with _from_same_model():
+                _multiply_inputs(model, made, _described_in(saved))
         state[name] = model.get_buffer(FLOW_BUFFER)  # the keys of the quantizers say whether the state fits
-    elif isinstance(saved, Tensor) and not saved.is_meta:
-        _apply(model, made, saved)
+    elif is_described:
+        with _from_same_model():
+            _apply(model, made, _described_in(saved))
         model.register_buffer(FLOW_BUFFER, saved.detach().clone())
     else:
         state.pop(name, None)
 
 
-def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
+def _described_in(saved: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(saved.cpu().tolist()))
+    return found
+
+
+@contextmanager
+def _from_same_model() -> Iterator[None]:
     try:
-        described = json.loads(bytes(saved.cpu().tolist()))
-        results = Results(notes=described["notes"], products=described["products"])
-        for path in described["first_last"]:
-            layer = model.get_submodule(path)
-            widen(layer, layer._modules, made.config)
-        repeated = RepeatedCalls({path: Repeated(*found) for path, found in described["repeated"].items()})
-        for path, splits in described["splits"].items():
-            for name, firsts in splits.items():
-                slots = model.get_submodule(path)._modules
-                quantizer = slots[name]
-                if isinstance(quantizer, Quantizer):
-                    slots[name] = split(quantizer, firsts, repeated.of(path))
-        for path, key, turn, bits in described["places"]:
-            is_layer = key is None and isinstance(model.get_submodule(path), QuantizedLayer)
-            add_quantizer(model, made.config, results, Place(path, key, turn), is_layer=is_layer, bits=bits)
-        for path, functions in described["functions"].items():
-            results.functions[path] = FunctionPlan(**functions)
-        made.outputs += attach_results(model, results, repeated)
-        repeated.attach(model)
-        name_quantizers(model)
-        share_inputs(model, {(path, turn): _quantizer_at(model, grid) for path, turn, grid in described["grids"]})
-        made.norms, made.first_last = described["norms"], described["first_last"]
-        set_rounding(model, described["rounded"], made.config.target)
+        yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state was saved from another model: {error}.\n"
             "Load it into a model of the same architecture, prepared with the same config."
         ) from error
+
+
+def _multiply_inputs(model: nn.Module, made: Preparation, described: dict[str, Any]) -> None:
+    """Makes the layers multiply their inputs that did so in the saved model, by 1 until the state is loaded."""
+    paths = [path for path in described.get("multiplied", ()) if not has_factors(model.get_submodule(path))]
+    if paths:
+        give_own_inputs(model, paths)
+        for path in paths:
+            attach_factors(model.get_submodule(path))
+        save_flow(model, made)
+
+
+def _apply(model: nn.Module, made: Preparation, described: dict[str, Any]) -> None:
+    results = Results(notes=described["notes"], products=described["products"])
+    for path in described["first_last"]:
+        layer = model.get_submodule(path)
+        widen(layer, layer._modules, made.config)
+    repeated = RepeatedCalls({path: Repeated(*found) for path, found in described["repeated"].items()})
+    for path, splits in described["splits"].items():
+        for name, firsts in splits.items():
+            slots = model.get_submodule(path)._modules
+            quantizer = slots[name]
+            if isinstance(quantizer, Quantizer):
+                slots[name] = split(quantizer, firsts, repeated.of(path))
+    for path, key, turn, bits in described["places"]:
+        is_layer = key is None and isinstance(model.get_submodule(path), QuantizedLayer)
+        add_quantizer(model, made.config, results, Place(path, key, turn), is_layer=is_layer, bits=bits)
+    for path, functions in described["functions"].items():
+        results.functions[path] = FunctionPlan(**functions)
+    made.outputs += attach_results(model, results, repeated)
+    repeated.attach(model)
+    name_quantizers(model)
+    share_inputs(model, {(path, turn): _quantizer_at(model, grid) for path, turn, grid in described["grids"]})
+    made.norms, made.first_last = described["norms"], described["first_last"]
+    set_rounding(model, described["rounded"], made.config.target)
     made.notes, made.products = results.notes, results.products
+    _multiply_inputs(model, made, described)
     link_norms(model)
 
 

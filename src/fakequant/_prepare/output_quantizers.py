@@ -3,14 +3,16 @@
 A layer that reads a quantized result needs no input quantizer. It shares the one of the result.
 """
 
+import copy
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from fakequant import _runtimes
-from fakequant._prepare.attach import attach_functions, attach_output
+from fakequant._prepare.attach import attach_functions, attach_output, preparation
 from fakequant._prepare.flow_graph import FlowGraph, notes_on_weights, weight_readers
 from fakequant._prepare.outputs_to_quantize import (
     Place,
@@ -26,6 +28,7 @@ from fakequant._prepare.repeated_calls import RepeatedCalls
 from fakequant.config import QuantConfig
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CHILD, WEIGHTS, FunctionQuantizers, calling_class
+from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -235,3 +238,33 @@ def share_inputs(model: nn.Module, grids: dict[ModuleCall, Quantizer]) -> None:
             slot.lend(turn, quantizer)
         else:
             layer.input_quantizer, layer._fakequant.input_grid = None, quantizer
+
+
+def give_own_inputs(model: nn.Module, paths: Iterable[str]) -> Callable[[], None]:
+    """Undoes `share_inputs` for layers that multiply their input, and removes the quantizer that they shared.
+
+    They are all of its layers, so what else reads the result reads it in float. Returns a function that undoes this.
+    """
+    outputs = preparation(model).outputs
+    layers: list[Any] = [model.get_submodule(path) for path in paths]
+    shared = {layer: layer._fakequant.input_grid for layer in layers if layer._fakequant.input_grid is not None}
+    children = {module: dict(module._modules) for module in model.modules()}
+    before = list(outputs)
+    for layer, grid in shared.items():
+        layer.input_quantizer, layer._fakequant.input_grid = copy.deepcopy(grid), None
+    for path, module in model.named_modules():
+        for name, child in children[module].items() if module in children else ():
+            if child in shared.values():
+                module._modules[name] = None
+                if name == "output_quantizer" and path in outputs:
+                    outputs.remove(path)
+    name_quantizers(model)
+
+    def undo() -> None:
+        for module, found in children.items():
+            module._modules.update(found)
+        for layer, grid in shared.items():
+            layer._fakequant.input_grid = grid
+        outputs[:] = before
+
+    return undo

@@ -16,6 +16,7 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.tracked_codes import (
     Accumulated,
     Arithmetic,
+    Clamped,
     GridOf,
     Joined,
     Windows,
@@ -70,6 +71,10 @@ class Reference:
     def from_join(self, join: Joined, grid: GridOf) -> Tensor:
         """quantize(cat(operands))."""
         return self.from_float(join.value, grid)
+
+    def from_clamp(self, clamp: Clamped, grid: GridOf) -> Tensor:
+        """quantize(min(max(x, low), high))."""
+        return self.from_float(clamp.value.value, grid)
 
     def from_pool(self, x: Tensor, x_grid: GridOf, windows: Windows, grid: GridOf) -> Tensor:
         """quantize(average_pool(x))."""

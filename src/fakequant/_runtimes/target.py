@@ -196,6 +196,11 @@ class Target:
 
         return rounding_of(self.runtime.room) if self.has_own_rounding else None
 
+    @property
+    def multiplies_inputs(self) -> bool:
+        """Whether the input of a layer can be multiplied in float before it is quantized, see `nn._input_factors`."""
+        return self.engine is None and not self.fusions.needs_all_results
+
     def require_layers(self, model: "nn.Module") -> None:
         """Raises ValueError if the runtime cannot compute a layer of a model at all."""
         for path, module in model.named_modules():

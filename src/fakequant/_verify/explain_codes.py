@@ -11,7 +11,7 @@ from fakequant._backends.torch.grid_values import positions, values_at
 from fakequant._convert.convert import WIDENED
 from fakequant._convert.golden.integer_layer import weight_levels
 from fakequant._convert.golden.saturation import can_saturate, cpu_saturates, saturated_sums
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
+from fakequant._convert.golden.tracked_codes import Accumulated, Clamped, GridOf, Moved, Origin, Rectified
 from fakequant._runtimes import TARGETS
 from fakequant._runtimes.arithmetic import arithmetics
 from fakequant._verify.passes import Difference
@@ -190,7 +190,7 @@ def did_saturate(sums: Accumulated) -> bool:
 
 
 def _source(origin: Origin | None) -> Origin | None:
-    while isinstance(origin, (Moved, Rectified)):
+    while isinstance(origin, (Moved, Rectified, Clamped)):
         origin = origin.of
     return origin
 

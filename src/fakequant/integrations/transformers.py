@@ -24,7 +24,7 @@ from fakequant.integrations._training import (
     require_quantizers,
 )
 from fakequant.nn._model_quantizers import named_quantizers
-from fakequant.nn._records import TOKENS
+from fakequant.nn._records import FACTORS, TOKENS
 
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")
@@ -191,7 +191,7 @@ def from_pretrained(
     model = prepare_for_loading(model, quant_config)
     _add_results(model, path)
     own = [f"{place}.{name}" for place, quantizer in named_quantizers(model) for name in quantizer.state_dict()]
-    own += [name for name, _ in model.named_buffers() if name.rpartition(".")[2] == TOKENS]
+    own += [name for name, _ in model.named_buffers() if name.rpartition(".")[2] in (TOKENS, FACTORS)]
     _require_same_model(path, type(model), report, set(own))
     model.load_state_dict(_read_quantizers(model, path, own), strict=False)
     return model

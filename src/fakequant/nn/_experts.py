@@ -11,47 +11,17 @@ the experts of a token stay in float.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch.grouped_linear import grouped_linear
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, register_layer_kind, register_layer_kind_if
 from fakequant.nn._owners import OwnedProduct, OwnerKind
 from fakequant.nn._quantized_layer import quantize_output
 from fakequant.nn._records import DerivedModule, LayerRecord
-
-
-class Groups(NamedTuple):
-    """Rows that are sorted by expert: first expert 0's, then expert 1's, and so on. An expert may have none.
-
-    >>> groups = Groups(torch.tensor([0, 2, 2]), 3)
-    >>> groups.linear(torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), None)
-    tensor([[1.],
-            [3.],
-            [3.]])
-    """
-
-    # The expert of every row, in rising order.
-    experts: Tensor
-    # The number of experts.
-    number: int
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the product of every row with the weight of its expert, plus the bias.
-
-        `weight` is one matrix with the weights of all experts, one expert after the other, and so is `bias`.
-        """
-        numbers = torch.arange(self.number, device=self.experts.device, dtype=self.experts.dtype)
-        ends = torch.searchsorted(self.experts, numbers, right=True)
-        y = grouped_linear(x.to(weight.dtype), weight.unflatten(0, (self.number, -1)), ends)
-        return y if bias is None else y + self.rows_of(bias)
-
-    def rows_of(self, value: Tensor) -> Tensor:
-        """Returns values per expert and channel, as one vector, as a row of channels for each row. Keeps scalars."""
-        return value if value.dim() == 0 else value.unflatten(0, (self.number, -1))[self.experts]
 
 
 class ExpertProduct(OwnedProduct):
@@ -76,6 +46,8 @@ class ExpertProduct(OwnedProduct):
 @register_layer_kind(ExpertProduct)
 class QuantizedExpertProduct(LayerKind):
     """A product of all experts with quantized rows and weights. All rows of a call are observed as one tensor."""
+
+    can_sum_exactly: ClassVar[bool] = True
 
     @staticmethod
     def forward(layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:

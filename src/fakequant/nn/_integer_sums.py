@@ -5,21 +5,43 @@ integers, as runtimes do. Its results do not depend on the machine, on the numbe
 multiplies.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.integer_convolution import Geometry, integer_convolution
-from fakequant._backends.torch.integer_linear import BiasCodes, IntegerGrid, has_int8_products, integer_linear
+from fakequant._backends.torch.integer_grouped_linear import integer_grouped_linear
+from fakequant._backends.torch.integer_linear import (
+    BiasCodes,
+    IntegerGrid,
+    has_int8_products,
+    integer_linear,
+    weight_levels,
+)
+from fakequant._backends.torch.plain_memory import is_eager
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._folding import deployed_bias_codes, has_one_scale_per_sum
 from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._operators import ConvolutionCall
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recomputation import as_first, runs
 from fakequant.nn._records import Operator
 from fakequant.nn._saved_codes import linear, transposed_linear
 from fakequant.nn._tensor_ranges import must_be_pure, pure_qparams
 from fakequant.spec import QuantSpec
+
+
+class KeptWeight(NamedTuple):
+    """A weight that several calls multiply by, as integers."""
+
+    grid: IntegerGrid
+    # What `weight_levels` returned.
+    levels: object
+    bias: BiasCodes | None
+
 
 _CONVOLUTIONS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
@@ -33,15 +55,19 @@ def exact_product(
     x_quantizer: Quantizer | None,
     sources: tuple[Tensor | None, Tensor | None] = (None, None),
     rows: slice | None = None,
+    kept: KeptWeight | None = None,
+    groups: Groups | None = None,
 ) -> Tensor | None:
     """Returns what `operator` computes, with exact sums, or None if it has none or its sums are not integers.
 
     `x` and `weight` are quantized. `sources` are the tensors before that, if this call has quantized them. With `rows`,
-    `weight` and `bias` are these rows of the layer's.
+    `weight` and `bias` are these rows of the layer's. `kept` is what `kept_weight` returned for the weight.
+    `operator` is the product of `groups`, if there are any.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
-    is_convolution = _is_convolution(layer, operator)
-    if not is_convolution and operator not in (linear, F.linear, transposed_linear):
+    settings = _settings_of(layer, operator)
+    is_convolution = settings is not None
+    if not is_convolution and groups is None and operator not in (linear, F.linear, transposed_linear):
         return None
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or quantizer is None or x_quantizer is None:
         return None
@@ -56,60 +82,100 @@ def exact_product(
     if is_convolution and (x_quantizer.spec.granularity != "tensor" or not x.is_cpu):
         return None
     x_grid = _grid_of(x_quantizer, x, sources[0])
-    weight_grid = None if x_grid is None else _grid_of(quantizer, weight, sources[1], is_kernel=is_convolution)
-    if x_grid is None or weight_grid is None:
+    if x_grid is None:
+        return None
+    weight_grid = kept.grid if kept else _grid_of(quantizer, weight, sources[1], is_kernel=is_convolution)
+    if weight_grid is None:
         return None
     if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
-        kept = [tensor for tensor in x_grid[:2] if tensor is not None]  # which may have moved on since
-        scale, *zero = as_first((layer, "input grid"), *kept)
+        moving = [tensor for tensor in x_grid[:2] if tensor is not None]  # which may have moved on since
+        scale, *zero = as_first((layer, "input grid"), *moving)
         x_grid = x_grid._replace(scale=scale, zero_point=zero[0] if zero else None)
-    codes = deployed_bias_codes(layer, x, weight)
+    found = kept.bias if kept else _bias_codes(layer, quantizer, x, weight)
     if rows is not None:
-        codes = codes if codes is None else codes[rows]
+        found = None if found is None else found._replace(codes=found.codes[rows])
         weight_grid = weight_grid.part(rows)
-    found = None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
-    if is_convolution:
-        return _convolution(layer, x, weight, bias, x_grid, weight_grid, found)
+    if settings is not None:
+        image = x if isinstance(operator, ConvolutionCall) else _padded(layer, x)
+        return _convolution(image, weight, bias, x_grid, weight_grid, settings, found)
+    if groups is not None:
+        return integer_grouped_linear(x, weight, bias, groups, x_grid, weight_grid, found)
     weight = weight.t() if operator is transposed_linear else weight
+    levels = kept.levels if kept else None
     if x.dim() > 1:
-        return integer_linear(x, weight, bias, x_grid, weight_grid, found)
-    y = integer_linear(x.unsqueeze(0), weight, bias, x_grid, weight_grid, found)
+        return integer_linear(x, weight, bias, x_grid, weight_grid, found, levels)
+    y = integer_linear(x.unsqueeze(0), weight, bias, x_grid, weight_grid, found, levels)
     return None if y is None else y.squeeze(0)
 
 
-def _is_convolution(layer: AnyLayer, operator: Operator) -> bool:
-    """Returns True if `operator` is the convolution of torch's own class, and not of a class derived from it."""
+def kept_weight(layer: AnyLayer, weight: Tensor) -> KeptWeight | None:
+    """Returns a quantized weight of a linear layer as integers, for several calls, or None if sums are not exact."""
+    quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
+    if not layer._fakequant.exact_sums or quantizer is None or weight.dtype != torch.float32 or weight.numel() == 0:
+        return None
+    if not is_integer(quantizer.spec) or not has_one_scale_per_sum(layer, quantizer.spec, weight.dim()):
+        return None
+    grid = _grid_of(quantizer, weight, None)
+    if grid is None:
+        return None
+    return KeptWeight(grid, weight_levels(weight, grid), _bias_codes(layer, quantizer, weight, weight))
+
+
+def _bias_codes(layer: AnyLayer, quantizer: Quantizer, x: Tensor, weight: Tensor) -> BiasCodes | None:
+    codes = deployed_bias_codes(layer, x, weight)
+    return None if codes is None else BiasCodes(codes, 2.0 ** layer._fakequant.weight_shift(quantizer.spec))
+
+
+def _settings_of(layer: AnyLayer, operator: Operator) -> tuple[Any, Any, Any, int] | None:
+    """Returns stride, padding, dilation and groups of a convolution, or None if `operator` is not one of torch's.
+
+    Classes derived from torch's may have a `_conv_forward` of their own, which computes something else.
+    """
+    if isinstance(operator, ConvolutionCall):
+        return operator.settings
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or type(layer)._conv_forward not in _CONVOLUTIONS:
-        return False
-    return bool(operator == layer._conv_forward)
+        return None
+    if operator != layer._conv_forward:
+        return None
+    padding = layer.padding if layer.padding_mode == "zeros" else 0
+    return layer.stride, padding, layer.dilation, layer.groups
+
+
+def _padded(layer: AnyLayer, x: Tensor) -> Tensor:
+    if layer.padding_mode == "zeros":
+        return x
+    return F.pad(x, layer._reversed_padding_repeated_twice, layer.padding_mode)
 
 
 def _convolution(
-    layer: AnyLayer,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     x_grid: IntegerGrid,
     weight_grid: IntegerGrid,
+    settings: tuple[Any, Any, Any, int],
     bias_codes: BiasCodes | None,
 ) -> Tensor | None:
     image = x if x.dim() == weight.dim() else x.unsqueeze(0)
-    padding: list[int] | tuple[int, ...] = [0] * (weight.dim() - 2)
-    if layer.padding_mode != "zeros":
-        image = F.pad(image, layer._reversed_padding_repeated_twice, layer.padding_mode)
-    elif layer.padding == "same":  # one more zero at the end if their number is odd
-        zeros = [dilation * (size - 1) for dilation, size in zip(layer.dilation, weight.shape[2:], strict=True)]
+    axes = weight.dim() - 2
+    stride, padding, dilation = (_for_axes(value, axes) for value in settings[:3])
+    if padding == "valid":
+        padding = [0] * axes
+    elif padding == "same":  # one more zero at the end if their number is odd
+        zeros = [by * (size - 1) for by, size in zip(dilation, weight.shape[2:], strict=True)]
         padding = [number // 2 for number in zeros]
-        image = (
-            F.pad(image, [number for one in reversed(zeros) for number in (0, one % 2)])
-            if any(n % 2 for n in zeros)
-            else image
-        )
-    elif layer.padding != "valid":
-        padding = layer.padding
-    geometry = Geometry(layer.stride, padding, layer.dilation, layer.groups)
+        if any(number % 2 for number in zeros):
+            image = F.pad(image, [number for one in reversed(zeros) for number in (0, one % 2)])
+    geometry = Geometry(stride, padding, dilation, settings[3])
     y = integer_convolution(image, weight, bias, x_grid, weight_grid, geometry, bias_codes)
     return y if y is None or x.dim() == weight.dim() else y.squeeze(0)
+
+
+def _for_axes(value: Any, axes: int) -> Any:
+    """Returns a setting of a convolution with one number for each axis."""
+    if isinstance(value, str):
+        return value
+    return [value] * axes if isinstance(value, int) else list(value) * (axes if len(value) == 1 else 1)
 
 
 def is_integer(spec: QuantSpec) -> bool:
@@ -120,7 +186,11 @@ def is_integer(spec: QuantSpec) -> bool:
 def _grid_of(quantizer: Quantizer, y: Tensor, x: Tensor | None, *, is_kernel: bool = False) -> IntegerGrid | None:
     """Returns the grid of `y`, which the quantizer has just returned for `x`, or None if it is not known."""
     spec = quantizer.spec
-    if not quantizer._quantizing or quantizer._forward_hooks or quantizer._forward_pre_hooks:
+    if not quantizer._quantizing:
+        return None
+    # A hook may move values off the grid, which is only noticed in ordinary memory.
+    has_hooks = bool(quantizer._forward_hooks or quantizer._forward_pre_hooks)
+    if has_hooks and (torch.compiler.is_compiling() or not is_eager(y)):
         return None
     if quantizer._blocks is None and spec.axis not in (-1, y.dim() - 1):
         return None

@@ -3,7 +3,9 @@
 Functions that compute the same have the same name: `x + y`, `x.add_(y)`, `torch.add`.
 """
 
+import dataclasses
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,33 @@ LAYER_FUNCTIONS: dict[TorchFunction, str] = {
 }  # fmt: skip
 # The names of convolutions.
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionCall:
+    """A convolution with settings, as an operator: a function of input, weight and bias."""
+
+    function: TorchFunction
+    # Stride, padding, dilation and groups, as torch's functions take them.
+    settings: tuple[Any, Any, Any, int]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = self.function(x, weight, bias, *self.settings)
+        return y
+
+
+def convolution_call(function: TorchFunction, rest: tuple[Any, ...], named: dict[str, Any]) -> ConvolutionCall:
+    """Returns a convolution with the arguments that follow the bias, by position and by name.
+
+    >>> convolution_call(F.conv2d, (2,), {"groups": 4}).settings
+    (2, 0, 1, 4)
+    """
+    given = {**dict(zip(("stride", "padding", "dilation", "groups"), rest, strict=False)), **named}
+    defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    stride, padding, dilation, groups = {**defaults, **given}.values()
+    return ConvolutionCall(function, (stride, padding, dilation, groups))
+
+
 # The name of the attention function, which multiplies queries by keys, and then weights by values.
 ATTENTION = "scaled_dot_product_attention"
 # Products of matrices, by name, with the positions of the two matrices among the tensors that they take.

@@ -12,18 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._folding import BatchNorm, bias_to_add
 from fakequant.nn._frozen_weights import Keeping
-from fakequant.nn._integer_sums import exact_product
+from fakequant.nn._integer_sums import KeptWeight, exact_product, kept_weight
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
-from fakequant.nn._operators import TorchFunction
+from fakequant.nn._operators import TorchFunction, convolution_call
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._quantizer_state import StateDict
 from fakequant.nn._recomputation import current_replay, runs
 from fakequant.nn._records import (
+    FACTORS,
     TOKENS,
     DerivedModule,
     LayerRecord,
@@ -40,7 +42,7 @@ QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 # Those that only `nn.MultiheadAttention` has.
 ATTENTION_QUANTIZERS = ("projection_quantizer", "attention_quantizer")
 # Attributes that prepared and converted layers add. A user's layer must not have them.
-RESERVED = ("_fakequant", TOKENS, "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
+RESERVED = ("_fakequant", TOKENS, FACTORS, "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
 
 
 class QuantizedLayer(DerivedModule):
@@ -60,6 +62,10 @@ class QuantizedLayer(DerivedModule):
         key = prefix + TOKENS
         if key in missing:  # it need not be there: the state of a float model has none
             missing.remove(key)
+        key = prefix + FACTORS
+        if key in missing and prefix + self._fakequant.kind.weight_name in state_dict:  # a weight without factors
+            missing.remove(key)
+            self.get_buffer(FACTORS).fill_(1)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -142,7 +148,7 @@ class Quantization(LayerRecord, Keeping):
         """Returns the quantized weight and the bias, for several calls of `compute`. No batch norm may follow."""
         assert self.norm is None
         weight = self.quantized_weight(layer)
-        return weight, bias_to_add(layer, weight, weight)
+        return Operands(weight, bias_to_add(layer, weight, weight), kept_weight(layer, weight))
 
     def compute(
         self,
@@ -151,6 +157,7 @@ class Quantization(LayerRecord, Keeping):
         input: Tensor,
         operands: Operands | None = None,
         weight: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> Tensor:
         """Returns `operator` of the quantized input, the quantized weight and the bias.
 
@@ -169,10 +176,10 @@ class Quantization(LayerRecord, Keeping):
         if operands is not None:
             x = self.quantize_input(layer, input)
             if not self.save_codes:
-                return operator(x, *operands)
+                return self._product(layer, operator, x, *operands)
             # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
-            with saving_codes(x, input_grid_of(layer), operands[0], None, operands[0]):
-                return operator(x, *operands)
+            with saving_codes(x, input_grid_of(layer), operands.weight, None, operands.weight):
+                return self._product(layer, operator, x, *operands)
         # Looked up in the dicts of the module, because reading its attributes takes longer.
         modules, name = layer._modules, self.kind.weight_name
         own = layer._parameters.get(name) if weight is None else None
@@ -190,9 +197,9 @@ class Quantization(LayerRecord, Keeping):
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         sources = (None if quantize_input is None else input), source
         if not self.save_codes or not torch.is_grad_enabled():
-            return self._product(layer, operator, x, weight, bias, sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return self._product(layer, operator, x, weight, bias, sources)
+            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
 
     def _product(
         self,
@@ -201,19 +208,26 @@ class Quantization(LayerRecord, Keeping):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        kept: KeptWeight | None = None,
         sources: tuple[Tensor | None, Tensor | None] = (None, None),
         rows: slice | None = None,
+        groups: Groups | None = None,
     ) -> Tensor:
         """Returns `operator` of quantized tensors, with exact sums if the layer has them.
 
-        `sources` are the tensors before they were quantized, if this layer has just quantized them. With `rows`,
-        `weight` and `bias` are these rows of the layer's.
+        `kept` is the weight as integers, if several calls share it. `sources` are the tensors before they were
+        quantized, if this layer has just quantized them. With `rows`, `weight` and `bias` are these rows of the
+        layer's. `operator` is the product of `groups`, if there are any.
         """
         if self.exact_sums:
-            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows)
+            y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows, kept, groups)
             if y is not None:
                 return y
         return operator(x, weight, bias)
+
+    def compute_groups(self, layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
+        return self.compute(layer, groups.linear, input, groups=groups)
 
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
@@ -360,10 +374,8 @@ def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) 
 
     `function` is one of `LAYER_FUNCTIONS`. A layer with codes uses these instead of the given weight.
     """
-    rest, named = given.rest, given.named
-    if function is F.linear:
-        return compute(layer, linear, given.input, given.weight)
-    return compute(layer, lambda x, weight, bias: function(x, weight, bias, *rest, **named), given.input, given.weight)
+    operator: Operator = linear if function is F.linear else convolution_call(function, given.rest, given.named)
+    return compute(layer, operator, given.input, given.weight)
 
 
 def with_quantized_weights(layers: Sequence[AnyLayer], arguments: Any) -> Any:

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -14,16 +14,25 @@ from fakequant.nn._call_quantizers import Calls
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 
 if TYPE_CHECKING:
-    from fakequant.nn._experts import Groups
+    from fakequant._backends.torch.grouped_linear import Groups
 
 NAME = "_fakequant"
 # A buffer of prepared layers with a 2-D weight and a batch norm that `convert` may fold: 1 if the input had more than
 # two axes when last observed. The batch norm then normalizes another axis than the layer's channels.
 TOKENS = "fakequant_tokens"
+# A buffer of layers that multiply their input; see `_input_factors.py`.
+FACTORS = "fakequant_factors"
 # Computes the result of a layer from its input, weight and bias.
 Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-# The quantized weight and the bias of a layer, for several calls.
-Operands: TypeAlias = tuple[Tensor, Tensor | None]
+
+
+class Operands(NamedTuple):
+    """The quantized weight and the bias of a layer, for several calls."""
+
+    weight: Tensor
+    bias: Tensor | None
+    # A `KeptWeight`, if sums are exact. (Its module imports those that import this one.)
+    kept: Any = None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -92,7 +101,7 @@ class LayerRecord(Record):
 
     def compute_groups(self, layer: AnyLayer, input: Tensor, groups: "Groups") -> Tensor:
         """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
-        return self.compute(layer, groups.linear, input)
+        raise NotImplementedError
 
     def quantize_input(self, layer: AnyLayer, x: Tensor) -> Tensor:
         """Returns `x` on the grid of the layer's input."""

@@ -20,7 +20,7 @@ state step by step:
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,8 @@ class RecurrentProduct(OwnedProduct):
 @register_layer_kind(RecurrentProduct)
 class QuantizedProduct(LayerKind):
     """A product with quantized input and weight."""
+
+    can_sum_exactly: ClassVar[bool] = True
 
     @staticmethod
     def forward(layer: AnyLayer, input: Tensor, operands: Operands | None = None) -> Tensor:

@@ -9,6 +9,7 @@ on factors if f(s * x) = s * f(x) for s > 0, channel by channel.
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class Link:
         ranges = [self.per_channel(path, input_ranges(layer).double()) for path, layer in self.users.items()]
         return torch.stack(ranges).amax(0)
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> Sequence[Tensor]:
         """Returns all parameters that `rescale` changes."""
         of_users = [parameters_of(layer)[0] for layer in self.users.values()]
         return [*_own_parameters(self.module), *of_users]
@@ -124,7 +125,7 @@ def find_links(model: nn.Module, graph: FlowGraph) -> Links:
     >>> [(link.path, list(link.users)) for link in found.links], found.reasons
     ([('0', ['2'])], {'0': 'its input is an input of the model'})
     """
-    finder = _Finder(model, graph)
+    finder = Finder(model, graph)
     links: list[Link] = []
     reasons: dict[str, str] = {}
     for path, starts in finder.starts.items():
@@ -143,7 +144,9 @@ def find_links(model: nn.Module, graph: FlowGraph) -> Links:
     return Links(links, reasons)
 
 
-class _Finder:
+class Finder:
+    """Follows the results of producers to their users."""
+
     def __init__(self, model: nn.Module, graph: FlowGraph) -> None:
         self.model, self.graph = model, graph
         self.results = set(graph.results)
@@ -166,9 +169,9 @@ class _Finder:
         for call in self.graph.calls:
             module = self.model.get_submodule(call.path)
             if call.kind == "module":
-                if kind_of(module) is not None or _is_norm(module):
+                if kind_of(module) is not None or is_norm(module):
                     found.setdefault(call.path, []).append(call)
-            elif _is_norm(module) and any(_is_own(source, call.path) for source in call.inputs):
+            elif is_norm(module) and any(_is_own(source, call.path) for source in call.inputs):
                 found.setdefault(call.path, []).append(call)
         return found
 
@@ -178,7 +181,7 @@ class _Finder:
         is_norm = kind_of(module) is None
         if not is_norm and (reason_against_layer(module) is not None or isinstance(module, nn.MultiheadAttention)):
             return Link(path, module, 0), "its outputs cannot be scaled"
-        reason = self._reason_against_parameters(path, module)
+        reason = self.reason_against_parameters(path, module)
         channels = len(_own_parameters(module)[0]) if is_norm else number_of_outputs(module)
         link = Link(path, module, channels)
         layouts: dict[Call, Layout] = {}
@@ -211,7 +214,7 @@ class _Finder:
         for user_path, number in reached.items():
             if self.count[user_path] != number:
                 reason = reason or "it is also called with other inputs"
-            reason = reason or self._reason_against_parameters(user_path, link.users[user_path], user=True)
+            reason = reason or self.reason_against_parameters(user_path, link.users[user_path], user=True)
         if any(call.function_name in ("mul", "div") and _operands(call, layouts) > 1 for call in link.calls):
             reason = reason or f"two operands of a product depend on {path}"
         return link, reason
@@ -244,7 +247,7 @@ class _Finder:
             return f"the channels of {link.path} are not the input channels of {user.path}"
         return None
 
-    def _reason_against_parameters(self, path: str, module: nn.Module, *, user: bool = False) -> str | None:
+    def reason_against_parameters(self, path: str, module: nn.Module, *, user: bool = False) -> str | None:
         """Returns why the parameters of a producer or a user cannot be changed, or None if they can."""
         own = _own_parameters(module)[: 1 if user else 2]
         if any(self.names[id(parameter)] > 1 for parameter in own):
@@ -274,7 +277,7 @@ class _Finder:
         return f"its input is a result of {source.path}, {type(self.model.get_submodule(source.path)).__name__}"
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Returns True if a module may be a norm: it has a weight per channel, and nothing else but a bias."""
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or weight.dim() != 1 or isinstance(module, nn.PReLU) or kind_of(module) is not None:

@@ -116,10 +116,11 @@ def drop_wrong_links(model: nn.Module, found: Links, example: Batch) -> None:
         while found.links:
             values = {p: p.detach().clone() for link in found.links for p in link.parameters()}
             try:
-                factors = {link.path: _factors(link.channels, number) for number, link in enumerate(found.links)}
-                for link in found.links:
-                    link.rescale(factors[link.path])
-                results = _results(model, found.links, example, factors)
+                factors = [_factors(link.channels, number) for number, link in enumerate(found.links)]
+                for link, own in zip(found.links, factors, strict=True):
+                    link.rescale(own)
+                divided = {link.path: own for link, own in zip(found.links, factors, strict=True) if link.path}
+                results = _results(model, found.links, example, divided)
             finally:
                 for parameter, value in values.items():
                     parameter.copy_(value)
@@ -128,7 +129,8 @@ def drop_wrong_links(model: nn.Module, found: Links, example: Batch) -> None:
                 return
             # Only the first in the order of the calls: its result is an input of the others.
             link = next(link for link in found.links if wrong in link.users)
-            found.drop(link, f"scaling the weight of {link.path} does not scale its input")
+            what = f"scaling the weight of {link.path}" if link.path else "multiplying what it is called with"
+            found.drop(link, f"{what} does not scale its input")
 
 
 def _factors(channels: int, seed: int) -> Tensor:

@@ -13,15 +13,18 @@ from fakequant._model.running import Batch, as_batches, evaluating, first_batch,
 from fakequant._paired_models.calls import Args, Kwargs, Result, changed_inputs, first_tensor, inputs_of, watching
 from fakequant._paired_models.errors import ErrorSums
 from fakequant._prepare.attach import preparation
+from fakequant._prepare.output_quantizers import give_own_inputs
 from fakequant._prepare.record_flow import record_flow
 from fakequant.nn._model_quantizers import in_float
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.observers._ranks import ranks_of
 from fakequant.ptq._channels import channel_axis, parameters_of, per_channel, scale_inputs
+from fakequant.ptq._insertions import Insertion, find_insertions, inserting
 from fakequant.ptq._layer_changes import Changes, LayerChange, check_switch, layers_in_order, undone_on_error
 from fakequant.ptq._links import Link, Links
 from fakequant.ptq._rescaling import (
+    drop_wrong_links,
     finished_factors,
     links_to_rescale,
     observe_again,
@@ -43,6 +46,7 @@ def smooth(
     *,
     alpha: float | Literal["search"] = 0.5,
     powers_of_two: bool = True,
+    insert: bool = False,
     progress: bool = True,
 ) -> Changes:
     """Moves the scale of activations into the weights that multiply them, in place (SmoothQuant).
@@ -58,6 +62,12 @@ def smooth(
     returned, it is not changed, and the table says why. The first batch shows how data flows, and every pair is checked
     on it.
 
+    With `insert`, layers that are left multiply their input themselves, before they quantize it: in post-norm
+    transformers (BERT) all of them, because a residual connection reads the result of every norm, and no norm is before
+    the others. This costs a multiplication per element of the input, which layers with the same input share in the
+    file, so it is inserted only where it makes the error of the outputs smaller. If the layers shared a quantizer with
+    a residual addition, they get their own, and the addition reads floats.
+
     The model computes the same in float as before: bit by bit with `powers_of_two`, up to the range of floats, and up
     to rounding without. Ranges of the changed activations and weights, learned scales included, are found again if the
     model had any. Layers with frozen or fixed ranges are not changed.
@@ -69,6 +79,9 @@ def smooth(
             "search" tries 0.1 to 1 and no change for each group of layers with the same input, and keeps what gives
             their outputs the smallest error (as AWQ does).
         powers_of_two: Whether factors are rounded to powers of two.
+        insert: Whether layers whose producers cannot take factors multiply their input. Only targets that multiply in
+            float can do so: ONNX files. `unprepare` multiplies the weights instead; states of the model have the
+            factors beside the weights, so they do not load into a float model.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -90,29 +103,45 @@ def smooth(
     preparation(model)
     _check_alpha(alpha)
     check_switch("powers_of_two", powers_of_two)
+    check_switch("insert", insert)
     batches = as_batches(data)
     example = first_batch(batches)
     title = "smooth" if progress else None
     with undone_on_error(model):
         graph = record_flow(model, example)
         found = links_to_rescale(model, graph, example, _reason_against)
-        trials: dict[str, LayerTrials] = {}
-        chosen: dict[str, Trial] = {}
-        if found.links:
-            with evaluating(model), in_float(model):
-                largest = _largest_inputs(model, found.links, batches, title)
-                choices = [
-                    _choices(link, x, alpha, powers_of_two) for link, x in zip(found.links, largest, strict=True)
-                ]
-                trials = _trials(found.links, choices)
-                _run_trials(model, trials, batches, title)
-            for link, factors in zip(found.links, choices, strict=True):
-                number = _best(link, trials) if alpha == "search" else 1
-                chosen.update({path: trials[path].trials[number] for path in link.users if path in trials})
-                link.rescale(factors[number])
-            refresh_weights(found.links)
-            recalibrate(model, stored_ranges(model, found.links), batches, title)
-    return Changes("smooth", "SQNR dB", _rows(layers_in_order(model, graph), found, trials, chosen))
+        insertions = find_insertions(model, graph, found) if insert else []
+        with inserting(model, insertions) as undo:
+            if insertions:
+                found.links += insertions
+                drop_wrong_links(model, found, example)
+            trials: dict[str, LayerTrials] = {}
+            chosen: dict[str, Trial] = {}
+            changed: list[Link] = []
+            if found.links:
+                with evaluating(model), in_float(model):
+                    largest = _largest_inputs(model, found.links, batches, title)
+                    choices = [
+                        _choices(link, x, alpha, powers_of_two) for link, x in zip(found.links, largest, strict=True)
+                    ]
+                    trials = _trials(found.links, choices)
+                    _run_trials(model, trials, batches, title)
+                for link, factors in zip(found.links, choices, strict=True):
+                    costs = isinstance(link, Insertion)
+                    number = _best(link, trials) if alpha == "search" or costs else 1
+                    chosen.update({path: trials[path].trials[number] for path in link.users if path in trials})
+                    if costs and number == 0:
+                        continue
+                    link.rescale(factors[number])
+                    changed.append(link)
+                    if costs:
+                        undo.callback(give_own_inputs(model, link.users))
+                refresh_weights(changed)
+                recalibrate(model, stored_ranges(model, changed), batches, title)
+    number = sum(isinstance(link, Insertion) for link in changed)
+    note = f"{number} multiplications of inputs were inserted." if number else None
+    rows = _rows(layers_in_order(model, graph), found, trials, chosen)
+    return Changes("smooth", "SQNR dB", rows, note)
 
 
 @dataclasses.dataclass(eq=False)

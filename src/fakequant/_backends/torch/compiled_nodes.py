@@ -46,8 +46,11 @@ class CompiledNodes(Protocol):
     def integer_linear(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int, weight: Tensor,
         weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias: Tensor | None,
-        bias_codes: Tensor | None, code_factor: float, with_int8: bool,
+        bias_codes: Tensor | None, code_factor: float, with_int8: bool, kept: object = None,
     ) -> Tensor | None: ...  # fmt: skip
+    def weight_levels(
+        self, weight: Tensor, scale: Tensor, zero: Tensor | None, low: int, high: int, with_int8: bool
+    ) -> object: ...
     def integer_convolution(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int, weight: Tensor,
         weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias: Tensor | None,

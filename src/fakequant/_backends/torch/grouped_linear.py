@@ -8,7 +8,7 @@ Compilers treat the operators as opaque, because the numbers of rows are only kn
 The derivatives of each are calls of both, so they can be differentiated any number of times.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -102,3 +102,36 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     result: Tensor = _grouped_linear(rows, weight, ends)
     return result
+
+
+class Groups(NamedTuple):
+    """Rows that are sorted by expert: first expert 0's, then expert 1's, and so on. An expert may have none.
+
+    >>> groups = Groups(torch.tensor([0, 2, 2]), 3)
+    >>> groups.linear(torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), None)
+    tensor([[1.],
+            [3.],
+            [3.]])
+    """
+
+    # The expert of every row, in rising order.
+    experts: Tensor
+    # The number of experts.
+    number: int
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the product of every row with the weight of its expert, plus the bias.
+
+        `weight` is one matrix with the weights of all experts, one expert after the other, and so is `bias`.
+        """
+        y = grouped_linear(x.to(weight.dtype), weight.unflatten(0, (self.number, -1)), self.ends())
+        return y if bias is None else y + self.rows_of(bias)
+
+    def ends(self) -> Tensor:
+        """Returns where the rows of each expert end."""
+        numbers = torch.arange(self.number, device=self.experts.device, dtype=self.experts.dtype)
+        return torch.searchsorted(self.experts, numbers, right=True)
+
+    def rows_of(self, value: Tensor) -> Tensor:
+        """Returns values per expert and channel, as one vector, as a row of channels for each row. Keeps scalars."""
+        return value if value.dim() == 0 else value.unflatten(0, (self.number, -1))[self.experts]

@@ -68,6 +68,7 @@ def integer_linear(
     x_grid: IntegerGrid,
     weight_grid: IntegerGrid,
     bias_codes: BiasCodes | None = None,
+    kept: object = None,
 ) -> Tensor | None:
     """Returns the result of a linear layer, or None if values are found that are not on their grid.
 
@@ -78,6 +79,7 @@ def integer_linear(
         x_grid: The grid of the input.
         weight_grid: The grid of the weight.
         bias_codes: The bias as integers.
+        kept: What `weight_levels` returned for the weight.
     """
     codes, factor = (None, 1.0) if bias_codes is None else bias_codes
     arguments = x, weight, bias, *x_grid, *weight_grid, codes, factor
@@ -85,25 +87,33 @@ def integer_linear(
         compiled_result: Tensor = _integer_linear(*arguments)
         return compiled_result
     if is_eager(x) and is_eager(weight):
-        y = _by_kernels(*arguments)
+        y = by_kernels(*arguments, kept)
         if y is not None:
             return y
-        if not (is_on_grid(x, _along(x_grid.scale, x)) and is_on_grid(weight, _along(weight_grid.scale, weight))):
+        if not are_on_grids(x, weight, x_grid.scale, weight_grid.scale):
             return None
     result: Tensor = _IntegerLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def _by_kernels(
+def weight_levels(weight: Tensor, grid: IntegerGrid) -> object:
+    """Returns the levels of a weight for several calls of `integer_linear`, or None if the calls find them faster."""
+    if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not is_eager(weight):
+        return None
+    return compiled_nodes.compiled.weight_levels(weight, *grid, _native.has_int8_products())
+
+
+def by_kernels(
     x: Tensor, weight: Tensor, bias: Tensor | None, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int,
     weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias_codes: Tensor | None,
-    factor: float,
+    factor: float, kept: object = None,
 ) -> Tensor | None:  # fmt: skip
+    """Returns the result of a linear layer on ordinary CPU memory, or None for anything else."""
     if compiled_nodes.compiled is None:
         return None
     return compiled_nodes.compiled.integer_linear(
         x, x_scale, x_zero, x_low, x_high, weight, weight_scale, weight_zero, weight_low, weight_high, bias,
-        bias_codes, factor, _native.has_int8_products(),
+        bias_codes, factor, _native.has_int8_products(), kept,
     )  # fmt: skip
 
 
@@ -117,11 +127,17 @@ def is_on_grid(x: Tensor, scale: Tensor) -> bool:
     return bool((((x / scale).round() * scale == x) | x.isnan()).all())
 
 
-def _by_torch(
+def are_on_grids(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> bool:
+    """Returns True if all values of input and weight are on their grids, or NaN."""
+    return is_on_grid(x, _along(x_scale, x)) and is_on_grid(weight, _along(weight_scale, weight))
+
+
+def by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, x_scale: Tensor, x_zero: Tensor | None, x_low: int, x_high: int,
     weight_scale: Tensor, weight_zero: Tensor | None, weight_low: int, weight_high: int, bias_codes: Tensor | None,
     factor: float,
 ) -> Tensor:  # fmt: skip
+    """Returns the result of a linear layer with torch's operators."""
     largest = (
         IntegerGrid(x_scale, x_zero, x_low, x_high).largest,
         IntegerGrid(weight_scale, weight_zero, weight_low, weight_high).largest,
@@ -197,7 +213,7 @@ class _IntegerLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return _by_torch(*arguments)
+        return by_torch(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -227,8 +243,8 @@ def _integer_linear(
         factor,
     )  # fmt: skip
     with torch.no_grad():
-        y = _by_kernels(*arguments)
-        return _by_torch(*arguments) if y is None else y
+        y = by_kernels(*arguments)
+        return by_torch(*arguments) if y is None else y
 
 
 @_integer_linear.register_fake

@@ -14,6 +14,7 @@ from torch import Tensor
 from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import (
     EXACT_IN_FLOAT32,
@@ -25,7 +26,6 @@ from fakequant._convert.golden.tracked_codes import (
     track,
 )
 from fakequant.nn._call_quantizers import CallQuantizers
-from fakequant.nn._experts import Groups
 from fakequant.nn._folding import along_outputs, has_one_scale_per_sum
 from fakequant.nn._function_calls import not_watched
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grids_of

@@ -24,6 +24,7 @@ These are all kinds of origins:
     Averaged       mean of a over some axes         a is on a grid
     Pooled         means of windows of a            a is on a grid
     Rectified      max(a, 0)                        a has an origin that is not a grid
+    Clamped        min(max(a, low), high)           a has an origin that is not a grid
     Moved          elements of a, in other places   a has an origin that is not a grid
     Joined         elements of several tensors      at least one of them has an origin; others are Floats
 
@@ -94,6 +95,9 @@ class Arithmetic(Protocol):
 
     def from_pool(self, x: Tensor, x_grid: GridOf, windows: "Windows", grid: GridOf) -> Tensor:
         """Returns the codes of the means of windows of `x`, which is on its grid."""
+
+    def from_clamp(self, clamp: "Clamped", grid: GridOf) -> Tensor:
+        """Returns the codes of a tensor whose elements were limited."""
 
     def bias_in_file(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Returns the codes of a bias that a file has, which may differ from `codes` if it stores floats."""
@@ -264,9 +268,22 @@ class Rectified:
         return torch.maximum(self.of.codes(arithmetic, grid), grid.zero_point)
 
 
+@dataclasses.dataclass(frozen=True)
+class Clamped:
+    """The tensor is another tensor, limited to a range by two numbers. Either may be missing."""
+
+    value: Floats
+    of: Origin
+    low: float | None
+    high: float | None
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_clamp(self, grid)
+
+
 def was_moved(origin: Origin | None) -> bool:
-    """Returns True if elements were moved since they were computed, also before a ReLU."""
-    while isinstance(origin, Rectified):
+    """Returns True if elements were moved since they were computed, also before a ReLU or a clamp."""
+    while isinstance(origin, (Rectified, Clamped)):
         origin = origin.of
     return isinstance(origin, (Moved, Joined))
 
@@ -389,6 +406,8 @@ def _is_current(origin: Origin) -> bool:
             return _is_current(origin.x)
         case Moved() | Rectified():
             return _is_current(origin.of)
+        case Clamped():
+            return _is_current(origin.value) and _is_current(origin.of)
         case Joined():
             return all(map(_is_current, origin.parts))
     return True  # the user's code cannot reach the sums in `Accumulated`
@@ -466,6 +485,29 @@ def _rectified(call: _Call) -> Origin | None:
     if isinstance(origin, OnGrid):
         return OnGrid(call.result, origin.grid)
     return None if origin is None else Rectified(origin)
+
+
+# The names and the defaults of the limits of functions that clamp.
+_LIMITS: dict[TorchFunction, tuple[tuple[str, str], tuple[float | None, float | None]]] = {
+    **dict.fromkeys(named("relu6"), (("", ""), (0.0, 6.0))),
+    **dict.fromkeys(named("hardtanh", "hardtanh_"), (("min_val", "max_val"), (-1.0, 1.0))),
+    **dict.fromkeys(named("clamp", "clip", "clamp_", "clip_"), (("min", "max"), (None, None))),
+    **dict.fromkeys(named("clamp_min", "clamp_min_"), (("min", ""), (None, None))),
+    **dict.fromkeys(named("clamp_max", "clamp_max_"), (("", "max"), (None, None))),
+}
+
+
+def _clamped(call: _Call) -> Origin | None:
+    origin = origin_of(call.args[0])
+    if origin is None or isinstance(origin, OnGrid):
+        return None
+    names, limits = _LIMITS[call.func]
+    wanted = [name for name in names if name]
+    given = dict(zip(wanted, call.plain_args[1:], strict=False)) | call.kwargs
+    low, high = (given.get(name, limit) for name, limit in zip(names, limits, strict=True))
+    if not all(limit is None or isinstance(limit, int | float) for limit in (low, high)):
+        return None
+    return Clamped(Floats(call.result), origin, low, high)
 
 
 def _same(call: _Call) -> Origin | None:
@@ -588,6 +630,7 @@ _RULES: dict[TorchFunction, _Rule] = {
     **dict.fromkeys(MOVES_OF_VALUES, _selected),
     **dict.fromkeys(MOVES_OF_CODES, _moved),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), _rectified),
+    **dict.fromkeys(_LIMITS, _clamped),
     **dict.fromkeys(named(*SAME_VALUES), _same),
     **dict.fromkeys(
         named(

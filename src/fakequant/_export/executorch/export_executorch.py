@@ -12,6 +12,7 @@ from fakequant._export.example import (
     converted,
     first_axes,
     inputs_of,
+    repeated,
     require_float32,
     require_suffix,
     results_of,
@@ -78,7 +79,7 @@ def export_executorch(
     if dynamic_shapes is None and max_batch is not None:
         shapes = _batches(args, kwargs, max_batch)
         # The example must be as long: torch limits an axis to lengths for which it would choose the same convolution.
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: _repeated(x, max_batch), (args, kwargs))
+        args, kwargs = repeated((args, kwargs), max_batch)
     import_executorch()
     require_elements([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)], "The example")
     with writing(path) as unfinished, without_autocast():
@@ -95,7 +96,7 @@ def export_executorch(
         data = sealed(program.data)
         _require_running(args, kwargs, results, program, data)
         if dynamic_shapes is None and max_batch is not None:
-            args, kwargs = pytree.tree_map_only(Tensor, lambda x: _repeated(x, 1), (args, kwargs))
+            args, kwargs = repeated((args, kwargs), 1)
             _require_running(args, kwargs, results_of(golden, args, kwargs)[1], program, data)
         unfinished.write_bytes(data)
     return program.delegation
@@ -129,11 +130,6 @@ def _layers_in_xnnpack(delegation: Delegation) -> str:
 
 def _in_words(results: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} of shape {shape}".removeprefix("torch.") for shape, dtype in results) or "nothing"
-
-
-def _repeated(x: Tensor, length: int) -> Tensor:
-    """Returns a tensor with this number of rows, which are those of `x`."""
-    return x[torch.arange(length) % len(x)] if x.dim() > 0 and len(x) else x
 
 
 def _batches(args: Args, kwargs: Kwargs, max_batch: int) -> Any:

@@ -34,6 +34,7 @@ from fakequant._export.executorch.graph import (
     source_of,
     viewed,
 )
+from fakequant._runtimes.reciprocal_rounding import reciprocal_code
 
 
 def rewrite(graph: Graph) -> None:
@@ -105,7 +106,7 @@ def _take_in_clamp(graph: Graph, node: Node) -> None:
     low, high = _bounds(clamp)
     _, scale, zero_point, qmin, qmax, name = node.args
     limits = [
-        code if bound is None else min(max(round(bound * (1.0 / scale)) + zero_point, qmin), qmax)  # type: ignore
+        code if bound is None else min(max(reciprocal_code(bound, scale, zero_point), qmin), qmax)  # type: ignore
         for code, bound in ((qmin, low), (qmax, high))
     ]
     node.args = (source_of(clamp), scale, zero_point, *limits, name)

@@ -35,7 +35,8 @@ from fakequant._export.executorch.graph import (
     offset_of,
     source_of,
 )
-from fakequant._runtimes.xnnpack.arithmetic import has_addition, has_layer
+from fakequant._runtimes.reciprocal_arithmetic import has_layer
+from fakequant._runtimes.xnnpack.arithmetic import has_addition
 
 _quantized = torch.ops.quantized_decomposed
 _ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)

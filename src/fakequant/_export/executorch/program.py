@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
-from fakequant._export.example import bind_constants
+from fakequant._export.example import any_batch, bind_constants
 from fakequant._export.executorch.delegation import Delegation, find_callers, find_delegation, path_of
 from fakequant._export.executorch.exported_modules import Seen, make_exportable
 from fakequant._export.executorch.graph import aten, is_call
@@ -36,16 +34,6 @@ class Program:
     watched: list[str]
     # The operators by the numbers that XNNPACK's messages have for them, and by name: which modules call them.
     callers: dict[int | str, list[str]]
-
-
-@contextmanager
-def any_batch() -> Iterator[None]:
-    """Makes torch choose the same convolution for batches of any length. It limits lengths to those with one choice.
-
-    torch would choose others for single images, and from 16 images on.
-    """
-    with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
-        yield
 
 
 def _watch(model: nn.Module, seen: Seen) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from fakequant._export.litert.graph import AnyLength, Graph, Order, Tensor
 from fakequant._runtimes.litert.arithmetic import float_codes
+from fakequant._runtimes.reciprocal_rounding import reciprocal_code
 
 LOW, HIGH = -128, 127
 # Whether a bound of an activation is so near to the middle between two codes that kernels may differ.
@@ -35,12 +36,12 @@ class Grid:
 
     def code(self, value: float) -> int:
         """Returns the code of a number."""
-        return min(max(round(value * (1.0 / self.scale)) + self.zero_point, self.low), self.high)
+        return min(max(reciprocal_code(value, self.scale, self.zero_point), self.low), self.high)
 
     def limited(self, low: float | None, high: float | None) -> "Grid":
         """Returns the grid without the codes of numbers below `low` and above `high`."""
-        lowest = self.low if low is None else self.code(low)
-        return dataclasses.replace(self, low=lowest, high=self.high if high is None else max(self.code(high), lowest))
+        highest = self.high if high is None else self.code(high)
+        return dataclasses.replace(self, low=self.low if low is None else min(self.code(low), highest), high=highest)
 
     def activation(self) -> str | None:
         """Returns the activation that limits codes in this way, or None if there is none."""
@@ -57,13 +58,18 @@ class Grid:
 
 @dataclasses.dataclass(eq=False)
 class Constant:
-    """A tensor of torch that does not depend on inputs."""
+    """A tensor of torch that does not depend on inputs.
+
+    Its rows along axes of any length are the same: `value` has one of them.
+    """
 
     value: torch.Tensor
+    # The shape, if there are such axes.
+    long_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
+        return tuple(self.value.shape) if self.long_shape is None else self.long_shape
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,6 +117,11 @@ class Pending:
 Value: TypeAlias = Constant | Known | Pending
 
 
+def scale_of(tensor: Tensor) -> float:
+    """Returns the scale of a tensor of activations."""
+    return float(np.asarray(tensor.scale).reshape(-1)[0])
+
+
 def identity(rank: int) -> Order:
     return tuple(range(rank))
 
@@ -139,6 +150,8 @@ class Builder:
         order = identity(data.dim()) if order is None else order
         array = data.permute(order).contiguous().numpy()
         array = array.astype(np.float32) if array.dtype == np.float64 else array
+        if value.long_shape is not None:
+            return Known(Tensor(tuple(value.shape[axis] for axis in order), array.dtype.name, data=array), order)
         return Known(self.graph.constant(array, array.dtype.name), order)
 
     def floats(self, value: Value) -> Known:
@@ -176,7 +189,7 @@ class Builder:
 
     def _quantized(self, found: Known, grid: Grid) -> Known:
         if found.tensor.is_codes:
-            own = (float(np.asarray(found.tensor.scale).reshape(-1)[0]), found.tensor.zero_point)
+            own = (scale_of(found.tensor), found.tensor.zero_point)
             if own == (float(np.float32(grid.scale)), grid.zero_point):
                 return found.like(self.limited(found.tensor, grid))
             found = self.floats(found)
@@ -247,7 +260,7 @@ class Builder:
         if tuple(tensor.shape) == tuple(shape):
             return tensor
         if tensor.data is not None and tensor.axis == 0 and (tensor.scale is None or np.size(tensor.scale) == 1):
-            made = dataclasses.replace(tensor, data=tensor.data.reshape(shape))
+            made = dataclasses.replace(tensor, data=tensor.data.reshape(stored_shape(shape)))
             made.shape = tuple(shape)
             return made
         target = [-1 if isinstance(length, AnyLength) else length for length in shape]
@@ -256,6 +269,12 @@ class Builder:
         sizes = self.graph.constant(target, "int32")
         options = ("Reshape", {"newShape": np.array(target, np.int32)})
         return self.graph.add("RESHAPE", [tensor, sizes], [self.moved(tensor, shape)], options)
+
+    def sliced(self, tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Returns a part of a tensor."""
+        sizes = [-1 if isinstance(length, AnyLength) else length for length in shape]
+        constants = [self.graph.constant(some, "int32") for some in (start, sizes)]
+        return self.graph.add("SLICE", [tensor, *constants], [self.moved(tensor, shape)], ("Slice", {}))
 
     @staticmethod
     def moved(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -280,8 +299,13 @@ def is_long(length: int) -> bool:
     return isinstance(length, AnyLength) or length != 1
 
 
+def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape in which a constant is stored: one row along axes of any length."""
+    return tuple(1 if isinstance(length, AnyLength) else length for length in shape)
+
+
 def codes_tensor(shape: Sequence[int], grid: Grid) -> Tensor:
-    return Tensor(tuple(shape), "int8", scale=np.float32([grid.scale]), zero_point=grid.zero_point)
+    return Tensor(tuple(shape), "int8", scale=np.array([grid.scale], np.float32), zero_point=grid.zero_point)
 
 
 Options: TypeAlias = tuple[str, dict[str, Any]]

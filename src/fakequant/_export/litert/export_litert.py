@@ -8,13 +8,13 @@ from fakequant._backends.torch.torch_private import pytree
 from fakequant._export.example import (
     converted,
     inputs_of,
+    repeated,
     require_float32,
     require_suffix,
     results_of,
     without_autocast,
 )
 from fakequant._export.litert.file import schema
-from fakequant._export.litert.graph import Graph
 from fakequant._export.litert.program import file_of, make_graph
 from fakequant._export.litert.report import LitertExport, report_of
 from fakequant._model.running import Args, Batch, Kwargs, check_module
@@ -52,14 +52,15 @@ def export_litert(
 
     Needs `pip install "fakequant[litert]"`.
 
-    >>> import tempfile, fakequant as fq
+    >>> import tempfile, torch, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="litert"), torch.ones(1, 4))
     >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     print(export_litert(model, f"{folder}/model.tflite", torch.ones(1, 4)))
+    ...     print(export_litert(model, f"{folder}/model.tflite", torch.ones(1, 4)))  # doctest: +ELLIPSIS
     8 multiplications: 100.0% in integers
     layers in integers: 1 of 1
     transposes: 0
+    bytes: ... of the file, 20 of tensors at a time
     batches: the length of the example
     """
     check_module(model)
@@ -70,15 +71,19 @@ def export_litert(
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, TARGETS[0].name, strict).eval()
         require_float32(golden, args, kwargs)
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         names, results = results_of(golden, args, kwargs)
         graph = make_graph(golden, args, kwargs, names, has_any_batch=dynamic_batch)
         data = file_of(golden, graph, names)
-        _require_running(args, kwargs, results, graph, data)
+        _require_running(args, kwargs, results, data)
+        if dynamic_batch:
+            args, kwargs = repeated((args, kwargs), len(next(x for x in leaves if x.dim())) + 1)
+            _require_running(args, kwargs, results_of(golden, args, kwargs)[1], data)
         unfinished.write_bytes(data)
     return report_of(graph, len(data), has_any_batch=dynamic_batch)
 
 
-def _require_running(args: Args, kwargs: Kwargs, results: list[Tensor], graph: Graph, data: bytes) -> None:
+def _require_running(args: Args, kwargs: Kwargs, results: list[Tensor], data: bytes) -> None:
     """Raises ValueError if LiteRT cannot load or run a file, or if its results have other shapes."""
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:

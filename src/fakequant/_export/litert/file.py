@@ -52,9 +52,7 @@ def write(graph: Graph, notes: dict[str, Any]) -> bytes:
 
 def pack(model: Any) -> bytes:
     """Returns the bytes of a model of the schema."""
-    import flatbuffers
-
-    builder = flatbuffers.Builder(1 << 20)
+    builder = require("flatbuffers", "flatbuffers", "litert").Builder(1 << 20)
     builder.Finish(model.Pack(builder), MAGIC)
     return bytes(builder.Output())
 
@@ -94,7 +92,10 @@ class _Writer:
         model.subgraphs = [subgraph]
         model.operatorCodes = self.codes
         model.signatureDefs = [self.signature()]
-        codes = {name: [names[self.index[id(found)]], list(order)] for name, (found, order) in graph.codes.items()}
+        codes = {
+            name: [names[self.index[id(found)]], list(order), [size == -1 for size in found.signature]]
+            for name, (found, order) in graph.codes.items()
+        }
         note = json.dumps({**notes, "codes": codes, "seal": _UNSEALED.decode()}).encode()
         metadata = self.schema.MetadataT()
         metadata.name, metadata.buffer = NOTES, self.buffer(np.frombuffer(note, np.uint8))
@@ -110,7 +111,7 @@ class _Writer:
         made.name, made.type = name, getattr(self.schema.TensorType, _TYPES[tensor.dtype])
         # The length of an example would make files of one model differ.
         made.shape = np.array([1 if isinstance(one, AnyLength) else one for one in tensor.shape], np.int32)
-        if -1 in tensor.signature:
+        if -1 in tensor.signature and tensor.data is None:
             made.shapeSignature = np.array(tensor.signature, np.int32)
         made.hasRank = True
         made.buffer = 0 if tensor.data is None else self.buffer(_bytes_of(tensor))

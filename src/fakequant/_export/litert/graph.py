@@ -70,9 +70,7 @@ class Graph:
         self.outputs: list[tuple[str, Tensor]] = []
         # The tensors of quantizers with a fixed scale, by the name of the call, and the order of their axes.
         self.codes: dict[str, tuple[Tensor, Order]] = {}
-        # The tensors of layers by path: weights, and biases for each call.
-        self.weights: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        # The path of the module whose code is being translated, and why it needs floats.
+        # The path of the module whose code is being translated.
         self.path = ""
         self._constants: dict[Any, Tensor] = {}
 

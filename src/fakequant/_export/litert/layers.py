@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fakequant._export.litert.builder import Builder, Constant, Grid, Known, Pending, Value
+from fakequant._export.litert.builder import Builder, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.exported_modules import Weight
-from fakequant._export.litert.graph import Tensor
-from fakequant._runtimes.litert.arithmetic import has_layer
+from fakequant._export.litert.graph import AnyLength, Tensor
+from fakequant._runtimes.reciprocal_arithmetic import has_layer
 
-ACTIVATIONS = {"NONE": 0, "RELU": 1, "RELU6": 3}
+FUSED = {"NONE": 0, "RELU": 1, "RELU6": 3}
 SAME, VALID = 0, 1
 # Why a layer whose weight is quantized is computed in float.
 _NO_CODES = "its input or its weight is not on an integer grid with one scale"
@@ -66,7 +66,7 @@ def _codes(builder: Builder, call: Layer, grid: Grid) -> Known | None:
     if call.bias is not None and weight.bias is None:
         return None
     assert weight.scale is not None
-    x_scale = float(np.asarray(x.tensor.scale).reshape(-1)[0])
+    x_scale = scale_of(x.tensor)
     # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
     scale = torch.where(_is_empty(weight), grid.scale / x_scale, weight.scale)
     if not all(has_layer(x_scale, float(one), grid.scale) for one in scale):
@@ -79,7 +79,7 @@ def _is_empty(weight: Weight) -> torch.Tensor:
     """Returns which outputs have no weights and no bias."""
     assert weight.codes is not None
     is_empty = (weight.codes == 0).transpose(0, weight.axis).flatten(1).all(1)
-    return is_empty if weight.bias is None else is_empty & (weight.bias[0] == 0)
+    return is_empty if weight.bias is None else is_empty & (weight.bias[0] == 0).reshape(-1, len(is_empty)).all(0)
 
 
 def _in_float(builder: Builder, call: Layer, why: str) -> Known:
@@ -122,7 +122,7 @@ class _Emission:
         name = f"{weight.path}.bias"
         if self.grid is not None:
             assert weight.scale is not None
-            x_scale = np.float32(np.asarray(self.x.tensor.scale).reshape(-1)[0])
+            x_scale = np.float32(scale_of(self.x.tensor))
             scale = np.broadcast_to(x_scale * weight.scale.numpy().astype(np.float32), number)
             codes = np.zeros(number, np.int32) if weight.bias is None else weight.bias[0].numpy().astype(np.int32)
             return Tensor((number,), "int32", name, codes, np.ascontiguousarray(scale))
@@ -138,12 +138,10 @@ class _Emission:
     def add(self, code: str, inputs: list[Tensor | None], shape: Sequence[int], options: Any, products: int) -> Tensor:
         out, activation, limited = self.output(shape)
         name, values = options
-        values = {**values, "fusedActivationFunction": ACTIVATIONS[activation]}
+        values = {**values, "fusedActivationFunction": FUSED[activation]}
         path = self.call.weight.path or self.graph.path
         more = {"path": path, "products": products, "why_float": self.why}
         made: Tensor = limited(self.graph.add(code, inputs, [out], (name, values), **more))
-        if self.call.weight.codes is not None and inputs[1] is not None and code != "TRANSPOSE_CONV":
-            self.graph.weights.setdefault(path, (inputs[1], []))[1].append(inputs[2])  # type: ignore[arg-type]
         return made
 
     # --- forms
@@ -231,6 +229,8 @@ class _Emission:
         _, outputs, *kernel = call.weight.floats.shape
         if any(one != 1 for one in call.dilation):
             raise NotImplementedError("transposed convolutions with dilation")
+        if any(isinstance(length, AnyLength) for length in x.shape):
+            raise NotImplementedError("transposed convolutions, whose results must have a known length")
         if call.groups > 1:
             return self.transposed_groups(x)
         sizes = [call.shape[axis] + 2 * pad for axis, pad in zip((2, 3), call.padding, strict=True)]
@@ -239,40 +239,71 @@ class _Emission:
         options = ("TransposeConv", {"padding": VALID, "strideH": call.stride[0], "strideW": call.stride[1]})
         shape = self.graph.constant([int(length) for length in whole], "int32")
         products = prod(x.shape) * outputs * prod(kernel)
-        bias = self.bias(outputs)
-        made = self.add("TRANSPOSE_CONV", [shape, weight, x, bias], whole, options, products)
-        if call.weight.codes is not None:
-            self.graph.weights.setdefault(call.weight.path, (weight, []))[1].append(bias)
+        made = self.add("TRANSPOSE_CONV", [shape, weight, x, self.bias(outputs)], whole, options, products)
         if not any(call.padding):
             return made
         cut = (call.shape[0], call.shape[2], call.shape[3], outputs)
-        return sliced(self.builder, made, (0, *call.padding, 0), cut)
+        return self.builder.sliced(made, (0, *call.padding, 0), cut)
 
     def transposed_groups(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("transposed convolutions with groups")
+        """Computes the groups one by one. There is no kernel for all."""
+        call, parts = self.call, []
+        *sizes, channels = x.shape
+        inputs, outputs = channels // call.groups, call.shape[1] // call.groups
+        for group in range(call.groups):
+            some = self.builder.sliced(x, (0, 0, 0, group * inputs), (*sizes, inputs))
+            rows = slice(group * outputs, (group + 1) * outputs)
+            one = dataclasses.replace(
+                call,
+                weight=_group_of(call.weight, slice(group * inputs, (group + 1) * inputs), rows),
+                bias=None if call.bias is None else call.bias[rows],
+                shape=(call.shape[0], outputs, *call.shape[2:]),
+                groups=1,
+            )
+            parts.append(_Emission(self.builder, one, Known(some, (0, 2, 3, 1)), self.grid, self.why).transposed(some))
+        shape = [call.shape[axis] for axis in (0, 2, 3, 1)]
+        options = ("Concatenation", {"axis": 3})
+        return self.graph.add("CONCATENATION", list(parts), [self.builder.moved(parts[0], shape)], options)
 
 
-def sliced(builder: Builder, tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Returns a part of a tensor."""
-    constants = [builder.graph.constant([int(one) for one in some], "int32") for some in (start, shape)]
-    return builder.graph.add("SLICE", [tensor, *constants], [builder.moved(tensor, shape)], ("Slice", {}))
+def _group_of(weight: Weight, inputs: slice, outputs: slice) -> Weight:
+    """Returns the part of a transposed convolution's weight that computes a group of outputs."""
+    bias = None if weight.bias is None else (weight.bias[0][outputs], weight.bias[1][outputs])
+    return dataclasses.replace(
+        weight,
+        floats=weight.floats[inputs],
+        codes=None if weight.codes is None else weight.codes[inputs],
+        scale=weight.scale if weight.scale is None or weight.axis == 1 else weight.scale[inputs],
+        bias=bias,
+    )
 
 
-def padded(builder: Builder, x: Tensor, kernel: Sequence[int], call: Any) -> tuple[Tensor, int]:
+def padded(builder: Builder, x: Tensor, kernel: Sequence[int], call: Layer) -> tuple[Tensor, int]:
     """Returns the input of a convolution, padded if necessary, and the kind of padding that the operator adds."""
-    lengths, results = x.shape[1:-1], call.shape[2:]
     reach = [(size - 1) * step + 1 for size, step in zip(kernel, call.dilation, strict=True)]
-    before, after, same = [], [], []
-    for length, number, size, stride, pad in zip(lengths, results, reach, call.stride, call.padding, strict=True):
+    pads, kind = paddings(x.shape, call.shape, reach, call.stride, call.padding)
+    return (x, kind) if kind is not None else (pad_zeros(builder, x, pads), VALID)
+
+
+def paddings(
+    image: Sequence[int], results: Sequence[int], sizes: Sequence[int], strides: Sequence[int], before: Sequence[int]
+) -> tuple[list[tuple[int, int]], int | None]:
+    """Returns the paddings around an image, and the kind that operators add by themselves, or None.
+
+    Args:
+        image: The shape, with channels last.
+        results: The shape of the result, with channels first.
+        sizes: The lengths of windows.
+        strides: Their strides.
+        before: The paddings in front.
+    """
+    after, same = [], []
+    for length, number, size, stride, pad in zip(image[1:-1], results[2:], sizes, strides, before, strict=True):
         needed = max((number - 1) * stride + size - length, 0)
         same.append(number == -(-length // stride) and needed // 2 == pad)
-        before.append(pad)
         after.append(max(needed - pad, 0))
-    if not any(before) and not any(after):
-        return x, VALID
-    if all(same):
-        return x, SAME
-    return pad_zeros(builder, x, [(0, 0), *zip(before, after, strict=True), (0, 0)]), VALID
+    kind = SAME if all(same) else None
+    return [(0, 0), *zip(before, after, strict=True), (0, 0)], kind if any((*before, *after)) else VALID
 
 
 def pad_zeros(builder: Builder, x: Tensor, pads: Sequence[tuple[int, int]], value: float | None = None) -> Tensor:
@@ -287,8 +318,3 @@ def pad_zeros(builder: Builder, x: Tensor, pads: Sequence[tuple[int, int]], valu
     else:
         number = builder.graph.constant([value], x.dtype)
     return builder.graph.add("PADV2", [x, sizes, number], [builder.moved(x, shape)], ("PadV2", {}))
-
-
-def constant_of(value: Value) -> torch.Tensor | None:
-    """Returns the tensor of a constant, or None."""
-    return value.value if isinstance(value, Constant) else None

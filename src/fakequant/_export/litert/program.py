@@ -12,28 +12,24 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fakequant._convert.convert import conversion
-from fakequant._export.example import bind_constants, first_axes
+from fakequant._export.example import any_batch, bind_constants, first_axes, repeated
 from fakequant._export.failures import place_of, reason_of
 from fakequant._export.function_forms import FunctionForms
 from fakequant._export.layers import DynamicLength
 from fakequant._export.litert.exported_modules import Tables, make_exportable
 from fakequant._export.litert.file import write
 from fakequant._export.litert.graph import Graph
+from fakequant._export.litert.operations import NoOperator
 from fakequant._export.litert.report import how_computed
-from fakequant._export.litert.translation import KNOWN, NoOperator, translate
+from fakequant._export.litert.translation import KNOWN, translate
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, digest_of_parameters
 from fakequant._model.leaves import return_tensors
 from fakequant._model.running import Args, Kwargs
 
+# The length of the batch when a model is traced for any.
+_LENGTH = 3
 # The note on how layers are computed, by path.
 KERNELS = "kernels"
-
-
-@contextmanager
-def _any_batch() -> Iterator[None]:
-    """Makes torch choose the same convolution for batches of any length. It limits lengths to those with one choice."""
-    with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
-        yield
 
 
 @contextmanager
@@ -57,7 +53,11 @@ def make_graph(golden: nn.Module, args: Args, kwargs: Kwargs, results: list[str]
     Raises:
         ValueError: If there is none. The message has the reason.
     """
-    shapes = first_axes(args, kwargs, torch.export.Dim("batch", min=1)) if has_any_batch else None
+    shapes = None
+    if has_any_batch:
+        shapes = first_axes(args, kwargs, torch.export.Dim("batch", min=1))
+        # torch makes axes of length 1 constants. A file is the same for examples of all lengths.
+        args, kwargs = repeated((args, kwargs), _LENGTH)
     model = copy.deepcopy(golden).eval()
     tables = make_exportable(model)
     try:
@@ -106,7 +106,7 @@ def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shap
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with _quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
-        with FunctionForms(), _any_batch():
+        with FunctionForms(), any_batch():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         program = _decomposed(program)
     return translate(program, tables, results)
@@ -115,4 +115,5 @@ def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shap
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
     """Decomposes the operators that have no translation."""
     table = torch.export.default_decompositions()
-    return program.run_decompositions({op: function for op, function in table.items() if op not in KNOWN})
+    decomposed: ExportedProgram = program.run_decompositions({op: how for op, how in table.items() if op not in KNOWN})
+    return decomposed

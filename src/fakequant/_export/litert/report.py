@@ -1,6 +1,9 @@
 """`LitertExport`: which operators of an exported file are computed in integers, and why others are not."""
 
 import dataclasses
+from math import prod
+
+import numpy as np
 
 from fakequant._export.litert.graph import Graph, Operator
 from fakequant._util.shown import Shown
@@ -37,6 +40,8 @@ class LitertExport(Shown):
         transposes: The modules whose code needs axes in another order than the operator before it.
         operators: The names of all operators of the file, with how often each occurs.
         bytes: The size of the file.
+        tensor_bytes: The most memory that inputs, results and tensors between operators take at a time. An arena of
+            LiteRT for Microcontrollers must be larger.
         has_any_batch: Whether the file takes batches of any length.
     """
 
@@ -46,6 +51,7 @@ class LitertExport(Shown):
     transposes: tuple[str, ...]
     operators: dict[str, int]
     bytes: int
+    tensor_bytes: int
     has_any_batch: bool
 
     @property
@@ -61,6 +67,7 @@ class LitertExport(Shown):
             f"{total:,} multiplications: {100 * _share((*self.layers, *self.products)):.1f}% in integers",
             f"layers in integers: {layers} of {len(self.layers)}",
             f"transposes: {len(self.transposes)}",
+            f"bytes: {self.bytes:,} of the file, {self.tensor_bytes:,} of tensors at a time",
             f"batches: {'any length' if self.has_any_batch else 'the length of the example'}",
         ]
         rest = [one for one in (*self.layers, *self.products, *self.others) if one.how == "float"]
@@ -89,7 +96,24 @@ def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
         elif how == "float" and operator.code not in _FREE:
             others.append(dataclasses.replace(made, why=_FLOAT))
     moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
-    return LitertExport(tuple(layers), tuple(products), tuple(others), moves, counts, size, has_any_batch)
+    parts = tuple(layers), tuple(products), tuple(others)
+    return LitertExport(*parts, moves, counts, size, _most_bytes(graph), has_any_batch)
+
+
+def _most_bytes(graph: Graph) -> int:
+    """Returns the most bytes of tensors that are needed at a time: from the operator that computes one to its last."""
+    first, last, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
+    for number, operator in enumerate(graph.operators):
+        for tensor in (*filter(None, operator.inputs), *operator.outputs):
+            if tensor.data is None:
+                first.setdefault(id(tensor), number)
+                last[id(tensor)] = number
+                sizes[id(tensor)] = int(prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
+    last |= {id(tensor): len(graph.operators) for _, tensor in graph.outputs}
+    totals = np.zeros(len(graph.operators), np.int64)
+    for key, size in sizes.items():
+        totals[first[key] : last[key] + 1] += size
+    return int(totals.max(initial=0))
 
 
 def how_computed(operator: Operator) -> str:

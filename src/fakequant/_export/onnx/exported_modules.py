@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.convert import conversion
 from fakequant._convert.golden.integer_layer import (
@@ -39,10 +40,10 @@ from fakequant._export.onnx.recurrent import make_recurrences_scans
 from fakequant._prepare.attach import attach_layer
 from fakequant._runtimes import find
 from fakequant._runtimes.target import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE, WeightRules
-from fakequant.nn._experts import ExpertProduct, Groups
+from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import QUANTIZERS, Operator, input_grid_of
-from fakequant.nn._records import NAME, Operands
+from fakequant.nn._records import NAME
 from fakequant.nn._saved_codes import linear
 
 
@@ -225,7 +226,7 @@ class ExportedIntegers(Integers):
             results.append(linear(rows, weight, bias))
         return torch.cat(results)
 
-    def _operands_of_groups(self, layer: IntegerLayer, number: int) -> Iterator[Operands]:
+    def _operands_of_groups(self, layer: IntegerLayer, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields the weight and the bias of each group."""
         if not self.parts:
             bias = float_bias(layer)

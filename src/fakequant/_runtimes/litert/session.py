@@ -38,9 +38,9 @@ class LitertSession(Session):
         notes = self._file.notes
         self.target, self.parameters, self.results = notes[TARGET], notes[PARAMETERS], notes[OUTPUTS]
         self.is_as_written = True
-        # The name of the tensor and the order of its axes, by the name of the call of a quantizer.
-        self._codes: dict[str, tuple[str, list[int]]] = notes["codes"]
-        self._watching = list(dict.fromkeys(name for name, _ in self._codes.values()))
+        # The name of the tensor, the order of its axes and which have any length, by the name of a quantizer's call.
+        self._codes: dict[str, tuple[str, list[int], list[bool]]] = notes["codes"]
+        self._watching = list(dict.fromkeys(name for name, _, _ in self._codes.values()))
         self._plain: Loaded | None = None
         self._watched: Loaded | None = None
         self._golden: nn.Module | None = None
@@ -86,11 +86,15 @@ class LitertSession(Session):
         found = self._watched(inputs)
         run = Run(found[: len(results)], results, {}, {})
         arrays = dict(zip(self._watching, found[len(results) :], strict=True))
-        for name, (tensor, order) in self._codes.items():
+        batch = next((x.shape[0] for x, shape in zip(inputs, self._file.shapes, strict=True) if -1 in shape), 1)
+        for name, (tensor, order, is_long) in self._codes.items():
             path, number = parse_call(name)
             grid = self._grids.get(path)
             shift = 128 if grid is not None and grid.spec.qmax > 127 else 0
             codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
+            # Rows that are the same for the whole batch are computed once.
+            lengths = [batch if any_length else size for any_length, size in zip(is_long, codes.shape, strict=True)]
+            codes = np.broadcast_to(codes, lengths).copy()
             run.codes.setdefault(path, {})[number] = codes.transpose([order.index(axis) for axis in range(len(order))])
         return run
 

@@ -1,0 +1,156 @@
+"""Pools, and images of another size."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fakequant._export.litert.builder import LOW, Constant, Known, Options, Value
+from fakequant._export.litert.graph import Tensor
+from fakequant._export.litert.layers import VALID, pad_zeros, paddings
+from fakequant._export.litert.moves import slice_of
+from fakequant._export.litert.operations import Operations, length_of, no_operator, shape_of
+from fakequant._export.litert.reductions import mean, reduced
+
+aten = torch.ops.aten
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    height, *rest = (given,) if isinstance(given, int) else tuple(given)
+    return (height, *rest) if rest else (height, height)
+
+
+class _Windows:
+    """The windows of a pool."""
+
+    def __init__(self, shape: Sequence[int], size: Any, stride: Any, padding: Any) -> None:
+        self.shape, self.size, self.padding = shape, _pair(size), _pair(padding)
+        self.stride = self.size if stride in (None, [], ()) else _pair(stride)
+
+    def paddings(self, image: Tensor) -> tuple[list[tuple[int, int]], int | None]:
+        return paddings(image.shape, self.shape, self.size, self.stride, self.padding)
+
+    def options(self, padding: int) -> Options:
+        (height, width), (down, right) = self.size, self.stride
+        settings = {"padding": padding, "strideH": down, "strideW": right, "filterHeight": height, "filterWidth": width}
+        return "Pool2D", settings
+
+
+def max_pool2d(
+    t: Operations, node: Node, x: Value, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False
+) -> Value:  # fmt: skip
+    result = node.meta["val"][0] if isinstance(node.meta["val"], (tuple, list)) else node.meta["val"]
+    shape = tuple(length_of(one) for one in result.shape)
+    if len(shape) != 4 or any(one != 1 for one in _pair(dilation)):
+        raise no_operator(node, "a max pool with dilation")
+    windows = _Windows(shape, size, stride, padding)
+
+    def move(found: Known) -> Known:
+        order = (0, 2, 3, 1)
+        image = t.builder.arranged(found, order).tensor
+        pads, kind = windows.paddings(image)
+        if kind is None:
+            lowest = (LOW if image.zero_point != LOW else None) if image.is_codes else float("-inf")
+            image, kind = pad_zeros(t.builder, image, pads, lowest), VALID
+        made = t.builder.moved(image, [shape[axis] for axis in order])
+        return Known(t.graph.add("MAX_POOL_2D", [image], [made], windows.options(kind)), order)
+
+    return t.builder.moving(x, shape, move)
+
+
+def max_pool_with_indices(t: Operations, node: Node, *args: Any, **kwargs: Any) -> list[Any]:
+    return [max_pool2d(t, node, *args, **kwargs), None]
+
+
+def avg_pool2d(
+    t: Operations, node: Node, x: Value, size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+    counts_padding: bool = True, divisor: Any = None
+) -> Value:  # fmt: skip
+    shape = shape_of(node)
+    windows = _Windows(shape, size, stride, padding)
+    order = (0, 2, 3, 1)
+    image = t.builder.arranged(t.builder.floats(x), order).tensor
+    pads, kind = windows.paddings(image)
+    number = prod(windows.size)
+    factor = None
+    if divisor is not None:
+        factor = torch.full(shape[2:], number / divisor)
+    elif kind != VALID and (not counts_padding or ceil_mode):
+        ones = torch.ones(1, 1, *x.shape[2:])
+        factor = torch.nn.functional.avg_pool2d(
+            ones, windows.size, windows.stride, windows.padding, ceil_mode, counts_padding
+        )[0, 0]
+        plain = torch.nn.functional.pad(ones, [pads[2][0], pads[2][1], pads[1][0], pads[1][1]])
+        share = torch.nn.functional.avg_pool2d(plain, windows.size, windows.stride)[0, 0]
+        factor = factor / share
+    if kind != VALID:
+        image = pad_zeros(t.builder, image, pads)
+    made = t.op("AVERAGE_POOL_2D", [image], [shape[axis] for axis in order], windows.options(VALID))
+    found = Known(made, order)
+    return (
+        found if factor is None else t.binary("MUL", ("Mul", {}), found, Constant(factor.reshape(1, 1, *factor.shape)))
+    )
+
+
+def adaptive_avg_pool2d(t: Operations, node: Node, x: Value, size: Any) -> Value:
+    rank = len(x.shape)
+    if all(one == 1 for one in size):
+        return mean(t, node, x, [rank - 2, rank - 1], True)
+    found = t.builder.floats(x)
+    for axis, number in zip((rank - 2, rank - 1), size, strict=True):
+        length = int(found.shape[axis])
+        if number in (None, length):
+            continue
+        parts = []
+        for one in range(number):
+            part = slice_of(t, found, axis, one * length // number, -(-(one + 1) * length // number))
+            parts.append(reduced(t, t.builder.floats(part), "MEAN", [axis]))
+        made = Tensor(
+            tuple(number if a == axis else n for a, n in zip(found.order, found.tensor.shape, strict=True)), "float32"
+        )
+        options = ("Concatenation", {"axis": found.axis(axis)})
+        found = found.like(t.graph.add("CONCATENATION", [part.tensor for part in parts], [made], options))
+    return found
+
+
+def _resized(t: Operations, node: Node, x: Value, code: str, options: Options) -> Known:
+    shape, order = shape_of(node), (0, 2, 3, 1)
+    image = t.builder.arranged(t.builder.floats(x), order).tensor
+    sizes = t.graph.constant([int(one) for one in shape[2:]], "int32")
+    return Known(t.op(code, [image, sizes], [shape[axis] for axis in order], options), order)
+
+
+def nearest(t: Operations, node: Node, x: Value, *_: Any, **__: Any) -> Value:
+    shape = shape_of(node)
+
+    def move(found: Known) -> Known:
+        order = (0, 2, 3, 1)
+        image = t.builder.arranged(found, order).tensor
+        sizes = t.graph.constant([int(one) for one in shape[2:]], "int32")
+        made = t.builder.moved(image, [shape[axis] for axis in order])
+        options = ("ResizeNearestNeighbor", {"alignCorners": False, "halfPixelCenters": False})
+        return Known(t.graph.add("RESIZE_NEAREST_NEIGHBOR", [image, sizes], [made], options), order)
+
+    return t.builder.moving(x, shape, move)
+
+
+def bilinear(t: Operations, node: Node, x: Value, size: Any, align_corners: bool = False, *_: Any) -> Value:
+    options = ("ResizeBilinear", {"alignCorners": align_corners, "halfPixelCenters": not align_corners})
+    return _resized(t, node, x, "RESIZE_BILINEAR", options)
+
+
+# By the operator of torch.
+IMAGES: dict[Any, Callable[..., Any]] = {
+    aten.max_pool2d.default: max_pool2d,
+    aten.max_pool2d_with_indices.default: max_pool_with_indices,
+    aten.avg_pool2d.default: avg_pool2d,
+    aten.adaptive_avg_pool2d.default: adaptive_avg_pool2d,
+    aten._adaptive_avg_pool2d.default: adaptive_avg_pool2d,
+    aten.upsample_nearest2d.default: nearest,
+    aten.upsample_nearest2d.vec: nearest,
+    aten.upsample_bilinear2d.default: bilinear,
+    aten.upsample_bilinear2d.vec: bilinear,
+}
