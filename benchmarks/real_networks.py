@@ -18,7 +18,7 @@ A row is a quantizer in a runtime. All are calibrated with the same data, which 
 where that is an option of the static quantizer. "SQNR" compares the outputs with
 those of the float model, in dB, and is much sharper than the accuracy: one answer is 0.2 to 0.7 points. "MB" is the size of the
 file. "Worst layers" are the two that lose most by themselves, as `compare` shows. Then the network is quantized again with 16 bits for
-the inputs of these two; XNNPACK has at most 8, so there they and the additions between layers stay in float.
+the inputs of these two; XNNPACK and LiteRT have at most 8, so there they and the additions between layers stay in float.
 
 Limit: for 8 bits, the best row of fakequant in each runtime is at least as accurate as the best of the other quantizers, within two
 standard errors of the difference (paired, over the answers).
@@ -59,6 +59,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from bench_zoo import Reader
 from digits_runtimes import targets
+from fakequant._runtimes import find
 from fakequant._runtimes.session import open_file
 
 PACKAGES = Path(sys.prefix) / "real"
@@ -323,11 +324,10 @@ def ours(task: Task, folder: Path, target: str, config: fq.QuantConfig, method: 
     if method is not None:
         method(model, task.calibration)
     found = fq.compare(task.model, model, task.calibration[:1], progress=False)
-    path = folder / ("ours.pte" if target == "xnnpack" else "ours.onnx")
-    if target == "xnnpack":
-        fq.export_executorch(model, path, task.test[0][:2], max_batch=len(task.test[0]))
-    else:
-        fq.export_onnx(model, path, task.test[0][:2])
+    runtime = find(target).runtime
+    path = folder / f"ours{runtime.suffix}"
+    batches = {".pte": {"max_batch": len(task.test[0])}, ".tflite": {"dynamic_batch": True}}.get(runtime.suffix, {})
+    getattr(fq, runtime.exporter)(model, path, task.test[0][:2], **batches)
     session = open_file(path)
     by_themselves = sorted(
         (layer.isolated.sqnr, layer.path) for layer in found.layers if layer.isolated.sqnr is not None
@@ -431,23 +431,24 @@ def rows(task: Task, folder: Path) -> Iterator[tuple[str, str, Callable[[], Row]
     best = "adaround" if task.low_bits == "w4a8" else "gptq"
     for target in targets():
         runtime = target.split("-")[0]
+        has_8_bits = target in ("xnnpack", "litert")
 
         def four(target: str = target) -> fq.QuantConfig:
             if task.low_bits == "w4a8":
                 return fq.recipes.w4a8(target=target, first_last_bits=None)
             return fq.recipes.int4_weight_only(target=target)
 
-        def repaired(target: str = target) -> Row:
+        def repaired(target: str = target, has_8_bits: bool = has_8_bits) -> Row:
             config = fq.recipes.int8(target=target)
-            if target == "xnnpack":  # at most 8 bits: in float instead
+            if has_8_bits:  # at most: in float instead
                 config = dataclasses.replace(config, operands=None)
             for worst in ours(task, folder, target, config).note.split(", "):
-                config = config.skip(worst) if target == "xnnpack" else config.rule(worst, input=fq.presets.int16())
+                config = config.skip(worst) if has_8_bits else config.rule(worst, input=fq.presets.int16())
             return ours(task, folder, target, config)
 
-        repair = "two worst layers and additions in float" if target == "xnnpack" else "two worst layers with 16 bits"
+        repair = "two worst layers and additions in float" if has_8_bits else "two worst layers with 16 bits"
         yield "int8", f"fakequant, {runtime}", lambda t=target: ours(task, folder, t, fq.recipes.int8(target=t))
-        if task.is_transformer and target != "xnnpack":  # which cannot multiply in float
+        if task.is_transformer and not has_8_bits:  # which cannot multiply in float
             yield (
                 "int8",
                 f"fakequant, {runtime}, smooth",

@@ -25,6 +25,38 @@ def test_there_are_such_results():
     assert repr(fq.info()) == str(fq.info())
 
 
+def test_a_config_prints_as_a_table_of_its_rules_and_what_is_set():
+    config = fq.recipes.int8(target="openvino").skip("head").rule(type="Conv2d", learned=True, input=None)
+    assert repr(config).split("\n") == [
+        "layers     | weight                             | input             | output | also",
+        "-----------+------------------------------------+-------------------+--------+--------",
+        "Conv2d     | int8 narrow, per channel on axis 0 | -                 | -      | learned",
+        "head       | -                                  | -                 | -      |",
+        "all others | int8 narrow, per channel on axis 0 | uint8, per tensor | -      |",
+        "",
+        "operands: uint8, per tensor",
+        "target: openvino",
+    ]
+    assert cells(config._repr_html_(), "td")[4::5] == ["learned", "", ""]
+    assert cells(fq.QuantConfig()._repr_html_(), "td") == ["all", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("value", [fq.QuantSpec(), fq.presets.int4(), fq.recipes.w4a8().skip("head").default])
+def test_specs_have_short_representations_that_make_them_again(value):
+    again = eval(repr(value), {"QuantSpec": fq.QuantSpec, "LayerConfig": fq.LayerConfig})
+    assert again == value
+    assert len(repr(value)) < 120
+
+
+def test_code_and_columns_keep_their_spaces_in_html():
+    html = html_of("next:\n\nimport fakequant as fq\n\nx = f(1)      # <one>\ny = 2\n\nthe end")
+    assert re.findall("<pre [^>]*>(.*?)</pre>", html, re.DOTALL) == [
+        "import fakequant as fq",
+        "x = f(1)      # &lt;one&gt;\ny = 2",
+    ]
+    assert cells(html, "p") == ["next:", "the end"]
+
+
 def cells(html, tag):
     return re.findall(f"<{tag} [^>]*>(.*?)</{tag}>", html)
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import fakequant.observers as observers
 from fakequant import _runtimes
-from fakequant._util.text import read_json, shortened
+from fakequant._util.shown import Shown, short_repr
+from fakequant._util.text import read_json, shortened, table
 from fakequant.observers import Observer
 from fakequant.spec import QuantSpec
 
@@ -22,7 +23,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerConfig:
     """How the tensors of one layer are quantized. A tensor without a spec stays in float.
 
@@ -55,8 +56,10 @@ class LayerConfig:
     weight_quantizer: type[nn.Module] | None = None
     activation_quantizer: type[nn.Module] | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
-        for name in ("weight", "input", "output"):
+        for name in _TENSORS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, QuantSpec):
                 raise TypeError(
@@ -75,6 +78,13 @@ class LayerConfig:
         if not isinstance(self.learned, bool):
             raise TypeError(f"`learned` must be True or False, got {self.learned!r}.")
 
+    def _others(self) -> str:
+        """Returns the fields that are set, but for specs."""
+        fields = (f for f in dataclasses.fields(self) if f.name not in _TENSORS)
+        values = {f.name: value for f in fields if (value := getattr(self, f.name)) != f.default}
+        words = {name: value.__name__ if isinstance(value, type) else value for name, value in values.items()}
+        return ", ".join(name if value is True else f"{name}={value}" for name, value in words.items())
+
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name, as dicts, numbers, strings and None."""
         return {
@@ -88,7 +98,7 @@ class LayerConfig:
         """Returns the config that `to_dict` describes. Missing fields get their defaults."""
         _check_names(cls, fields)
         read = dict(fields)
-        for name in ("weight", "input", "output"):
+        for name in _TENSORS:
             if read.get(name) is not None:
                 read[name] = QuantSpec.from_dict(read[name])
         for name in ("weight_observer", "activation_observer"):
@@ -100,6 +110,7 @@ class LayerConfig:
         return cls(**read)
 
 
+_TENSORS = ("weight", "input", "output")
 _CLASSES = ("weight_quantizer", "activation_quantizer")
 
 
@@ -128,7 +139,7 @@ def _named(name: str) -> Any:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Rule:
     """The config of the layers whose path and type match.
 
@@ -144,6 +155,8 @@ class Rule:
     # How matching layers are quantized. If None, they stay in float.
     use: LayerConfig | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):
             raise TypeError(f"`path` must be a path, such as 'encoder.*', got {self.path!r}.")
@@ -152,6 +165,10 @@ class Rule:
         if self.use is not None and not isinstance(self.use, LayerConfig):
             raise TypeError(f"`use` must be a LayerConfig, or None to leave a module in float, got {self.use!r}.")
 
+    def _layers(self) -> str:
+        """Returns the path and the type in words."""
+        return self.path if self.type is None else self.type if self.path == "*" else f"{self.type} at {self.path}"
+
     def matches(self, path: str, module: nn.Module) -> bool:
         """Returns True if the rule applies to `module`, which is at `path` in the model."""
         if not fnmatchcase(path, self.path):
@@ -159,13 +176,21 @@ class Rule:
         return self.type is None or any(cls.__name__ == self.type for cls in type(module).__mro__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantConfig:
-    """Which layers of a model are quantized, and how.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class QuantConfig(Shown):
+    """Which layers of a model are quantized, and how. Prints as a table.
 
     The first rule that matches a layer decides. Layers that no rule matches use the default.
 
     >>> from fakequant import recipes
+    >>> print(recipes.int8().skip("head"))
+    layers     | weight                             | input             | output
+    -----------+------------------------------------+-------------------+-------
+    head       | -                                  | -                 | -
+    all others | int8 narrow, per channel on axis 0 | uint8, per tensor | -
+    <BLANKLINE>
+    operands: uint8, per tensor
+    target: generic
     >>> config = recipes.int8().skip("head").rule("stem.*", weight=QuantSpec(bits=8, axis=0))
     >>> QuantConfig.from_json(config.to_json()) == config
     True
@@ -225,6 +250,22 @@ class QuantConfig:
                 f"`first_last_bits` must be a number of bits from 2 to 16, or None for the bits of the other layers, "
                 f"got {bits!r}."
             )
+
+    def __str__(self) -> str:
+        """Returns a table of the layers in the order in which rules match, and the other fields that are set."""
+        layers = [
+            *((rule._layers(), rule.use) for rule in self.rules),
+            ("all others" if self.rules else "all", self.default),
+        ]
+        others = ["" if use is None else use._others() for _, use in layers]
+        header = ["layers", *_TENSORS, *(["also"] if any(others) else [])]
+        rows = [
+            [name, *(str(getattr(use, tensor, None) or "-") for tensor in _TENSORS), *([more] if any(others) else [])]
+            for (name, use), more in zip(layers, others, strict=True)
+        ]
+        set_ = (f for f in dataclasses.fields(self) if f.name not in ("default", "rules", "target"))
+        fields = [f"{f.name}: {getattr(self, f.name)}" for f in set_ if getattr(self, f.name) != f.default]
+        return "\n".join([table(header, rows), "", *fields, f"target: {self.target}"])
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """Returns a copy with a new rule placed before all others.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from fakequant._util.shown import short_repr
 from fakequant._util.text import MAX_IN_MESSAGE, read_json, shortened
 from fakequant.formats import (
     FLOAT_FORMATS,
@@ -28,7 +29,7 @@ WHOLE_AXIS = -1
 _ABSENT = -(2**31)  # stands for None in `to_numbers`
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class QuantSpec:
     """The grid of one tensor, and which of its elements share a scale.
 
@@ -388,6 +389,9 @@ class QuantSpec:
             scale_rule=SCALE_RULES[scale_rule],
             group_rows=rows[0] if rows else None,
         )
+
+    def __repr__(self) -> str:
+        return short_repr(self, "bits") if self.format == "int" else short_repr(self)
 
     def __str__(self) -> str:
         """Returns a short description, for tables.

@@ -1,8 +1,10 @@
 """`report`: the content of the page, its side effects and its errors."""
 
 import copy
+import pickle
 import re
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,17 @@ def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (page.parent / "figures").iterdir())
     assert fq.info().version in text
     assert not list(tmp_path.rglob("*unfinished*"))
+
+
+def test_notebooks_show_the_page_and_its_path(tmp_path):
+    page = write(small(), tmp_path / "a & b")
+    frame = re.fullmatch(
+        r'<p>(.*?)</p><iframe srcdoc="([^"]*)" sandbox="allow-scripts" style="[^"]*"></iframe>', page._repr_html_()
+    )
+    assert unescape(frame[1]) == str(page)
+    assert unescape(frame[2]) == page.read_text(encoding="utf-8")
+    assert page.parent._repr_html_() is None
+    assert pickle.loads(pickle.dumps(page)) == Path(page)
 
 
 @pytest.mark.parametrize("measure", ["output", "second_order"])

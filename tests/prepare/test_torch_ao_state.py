@@ -76,6 +76,25 @@ def test_weights_have_the_same_codes(loaded):
         assert torch.equal(levels, codes_of(old.get_submodule(path)).detach())
 
 
+def test_a_channel_of_one_sign_has_the_scale_that_torch_ao_converts_with():
+    def network():
+        return nn.Sequential(ao.QuantStub(), nn.Linear(4, 2, bias=False))
+
+    old = network().train()
+    old[1].weight.data.copy_(torch.tensor([[0.0, 1.0, 2.0, 2.55], [-1.0, 0.5, 2.0, 1.27]]))
+    old.qconfig = ao.get_default_qat_qconfig("x86")
+    x = torch.randn(16, 4)
+    ao.prepare_qat(old, inplace=True)(x)
+    assert old[1].weight_fake_quant.zero_point.tolist() == [-128, 0]
+    model = fq.prepare(network(), fq.recipes.int8(), x)
+    assert fq.load_torch_ao_state(model, old, x) == []
+    golden = fq.convert(model.eval())
+    trained, (converted, _) = old[1].weight_fake_quant.scale, old[1].weight_fake_quant.calculate_qparams()
+    assert torch.equal(golden[1].weight_scale, trained * torch.tensor([2.0, 1.0]))
+    assert torch.allclose(golden[1].weight_scale[0], converted[0], rtol=1e-6)  # which rounds in another order
+    assert golden[1].weight_codes[0, :3].tolist() == [0, 50, 100]
+
+
 def test_ranges_are_kept(loaded):
     eager, old, model, lacking = loaded
     assert lacking == []

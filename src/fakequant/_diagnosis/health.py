@@ -108,7 +108,8 @@ class Health(Shown):
         write = next((getattr(writer, name) for name in _METHODS if hasattr(writer, name)), None)
         if write is None:
             raise TypeError(
-                f"`writer` must have one of the methods add_scalar, {', '.join(_METHODS)}, got {type(writer).__name__}.\n"
+                f"`writer` must have one of the methods add_scalar, {', '.join(_METHODS)}, got "
+                f"{type(writer).__name__}.\n"
                 "Use a SummaryWriter, wandb.run, a logger of Lightning, or a trainer."
             )
         parameters = signature(write).parameters

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._model.leaves import is_cache
+
+with warnings.catch_warnings():  # a notebook without ipywidgets has bars of text
+    warnings.filterwarnings("ignore", "IProgress")
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]

@@ -244,7 +244,7 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
             stored = id(weight)
             if is_parametrized(module, name):  # codes replace what the weight is computed from
                 stored = id(module)
-                for p in module.parametrizations[name].parameters():
+                for p in module.get_submodule(f"parametrizations.{name}").parameters():
                     sizes.pop(id(p), None)
             scales, spec = prod(quantizer._blocks or ()), quantizer.spec
             sizes[stored] = weight_bytes(weight.numel(), spec.bits, scales, spec.scale_format)

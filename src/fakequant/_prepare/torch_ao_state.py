@@ -161,10 +161,16 @@ def _norm_of(model: nn.Module, path: str, norms: dict[str, str]) -> Any:
 
 
 def _set_weight_scale(layer: Any, theirs: dict[str, Tensor], norm: Any) -> None:
-    """Gives a weight the scale of torch.ao, and its rounding, if both have 8 bits."""
-    quantizer, scale = layer.weight_quantizer, theirs["scale"]
-    if not isinstance(quantizer, FakeQuantize) or not bool(theirs["zero_point"].eq(0).all()):
+    """Gives a weight the scale of torch.ao, and its rounding, if both have 8 bits.
+
+    In training, torch.ao's symmetric grids are affine for channels of one sign: they reach from 0 to the end. Here
+    and in torch.ao's `convert` they reach as far on both sides, so their scale is twice as large.
+    """
+    quantizer, scale, zero_point = layer.weight_quantizer, theirs["scale"], theirs["zero_point"]
+    one_sign = (zero_point == -128) | (zero_point == 127)
+    if not isinstance(quantizer, FakeQuantize) or not bool((one_sign | (zero_point == 0)).all()):
         return
+    scale = torch.where(one_sign, 2 * scale, scale)
     spec = quantizer.spec
     if spec.bits != 8 or not (spec.symmetric and spec.signed) or spec.granularity not in ("tensor", "channel"):
         return

@@ -1,14 +1,19 @@
 """Results that show themselves: as their text in a terminal, and as HTML tables in a notebook."""
 
+import dataclasses
 import re
 from html import escape
+from typing import Any
 
 # The line below the header of a table that `fakequant._util.text.table` made.
 _RULE = re.compile(r"-+(\+-+)*")
 _NUMBER = re.compile(r"[+-]?[\d,]+(\.\d+)?(e[+-]?\d+)?( ?%)?|-|")
+# Lines in columns, and code.
+_ALIGNED = re.compile(r"\S  |^import ")
 # No colors, so that the tables fit light and dark pages.
 _FRAME = "max-height: 32em; overflow: auto"
 _LINE = "margin: 0.2em 0; white-space: pre-wrap"
+_CODE = "margin: 0.4em 0; overflow: auto"
 _TABLE = "border-collapse: collapse; margin: 0.4em 0"
 _HEADER = "text-align: {}; padding: 0.15em 0.8em 0.15em 0; border-bottom: 1px solid currentColor"
 _CELL = "text-align: {}; padding: 0.1em 0.8em 0.1em 0; vertical-align: top"
@@ -29,6 +34,22 @@ class Shown:
         return html_of(str(self))
 
 
+def short_repr(value: Any, *always: str) -> str:
+    """Returns the call that makes a dataclass, with the fields in `always` and those that differ from their defaults.
+
+    >>> @dataclasses.dataclass(repr=False)
+    ... class Grid:
+    ...     bits: int = 8
+    ...     signed: bool = True
+    ...     __repr__ = short_repr
+    >>> Grid(bits=4)
+    Grid(bits=4)
+    """
+    given = ((f.name, getattr(value, f.name), f.default) for f in dataclasses.fields(value))
+    shown = (f"{name}={v!r}" for name, v, default in given if v != default or name in always)
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
 def html_of(text: str) -> str:
     """Returns a text with tables as HTML.
 
@@ -46,8 +67,15 @@ def html_of(text: str) -> str:
                 rows.append(lines.pop(0))
             parts.append(_table(rows, rule))
         else:
-            line = lines.pop(0)
-            parts += [f'<p style="{_LINE}">{escape(line)}</p>'] if line else []
+            block = []
+            while lines and lines[0] and not (len(lines) > 1 and _is_header(lines[0], lines[1])):
+                block.append(lines.pop(0))
+            if not block:
+                lines.pop(0)
+            elif any(map(_ALIGNED.search, block)):
+                parts.append(f'<pre style="{_CODE}">{escape(chr(10).join(block))}</pre>')
+            else:
+                parts += [f'<p style="{_LINE}">{escape(line)}</p>' for line in block]
     return f'<div style="{_FRAME}">{"".join(parts)}</div>'
 
 

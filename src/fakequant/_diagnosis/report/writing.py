@@ -5,9 +5,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from importlib.resources import files
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,19 @@ from fakequant._verify.verdict import Verification
 from fakequant.nn._model_quantizers import has_scale, named_quantizers
 
 
+class ReportPath(WindowsPath if os.name == "nt" else PosixPath):  # type: ignore[misc]  # which is not known when types are checked
+    """The path of a page. A notebook shows the page."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        if self.suffix != ".html":  # a parent of the path
+            return None
+        page = escape(self.read_text(encoding="utf-8"))
+        style = "width: 100%; height: 40em; border: 1px solid currentColor"
+        return f'<p>{escape(str(self))}</p><iframe srcdoc="{page}" sandbox="allow-scripts" style="{style}"></iframe>'
+
+
 def report(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -40,7 +54,7 @@ def report(
     steps: int | None = None,
     max_tensors: int | None = 40,
     progress: bool = True,
-) -> Path:
+) -> ReportPath:
     """Writes `report.html`, a page that works offline, and its figures as PNGs in `folder/figures`.
 
     The page shows what is quantized, which quantizers have problems, and what helps. For each tensor it shows the
@@ -60,7 +74,7 @@ def report(
         progress: Whether to show a progress bar.
 
     Returns:
-        The path of the page.
+        The path of the page. A notebook shows the page itself.
 
     Needs `pip install "fakequant[report]"`.
 
@@ -90,7 +104,7 @@ def report(
         for name, png in pngs.items():
             (unfinished / "figures" / f"{name}.png").write_bytes(png)
         (unfinished / "report.html").write_text(text, encoding="utf-8", newline="\n")
-    return Path(folder) / "report.html"
+    return ReportPath(folder, "report.html")
 
 
 def _check(
