@@ -14,7 +14,9 @@ and with --real, networks in real sizes, for which no limits are asked:
     resnet18, mobilenetv2_100      of timm, if it is installed; batch 8 at 224x224
 
 All contenders start from the same weights and take turns; the shortest of many steps counts. "others" and "?" have
-the same meaning as in bench_torch.py. Limits apply to two threads; figures for one thread are only reported.
+the same meaning as in bench_torch.py. Limits apply to two threads on a CPU with instructions for products of 8-bit
+integers (AVX-512 VNNI); figures for one thread are only reported. FAKEQUANT_TARGET=avx2 does without these
+instructions. Evaluation is a forward pass without gradients.
 
     int8           recipes.int8(): weights per channel, activations per tensor, observed in every step
     int8, floats   the same with save_codes=False
@@ -37,7 +39,8 @@ To keep them out of the environment, add `--target DIR` and put DIR into PYTHONP
 Peak memory is measured in one step after warm-up. It is the maximum, over the step, of the bytes that torch's CPU
 allocator has handed out since the start of the step and not yet freed: activations, tensors saved by autograd,
 temporaries and gradients. Parameters, buffers and the batch exist before the step and are not counted, and plain
-SGD has no state. Memory that libraries such as oneDNN allocate themselves is not counted for any contender.
+SGD has no state. Memory that quantized layers keep to use it again is freed before and counts until the end. Memory
+that libraries such as oneDNN allocate themselves is not counted for any contender.
 
 Before anything is timed, the gradients with and without saved codes are compared bit by bit, for both recipes and for
 tensors of all sizes. The exit status is 1 if they differ.
@@ -67,6 +70,7 @@ import fakequant as fq
 from bench_kernels import nothing_to_compare
 from bench_torch import THREADS, Case, Row, machine, measure, without_ao_warnings
 from fakequant import recipes
+from fakequant._backends.torch import compiled_nodes
 from fakequant.nn import _saved_codes as saved_codes
 from fakequant.testing.timing import Contender
 
@@ -153,13 +157,14 @@ class Task:
     int8: float | None = None  # limits: time over that of the float step; None if none is asked
     x86: float | None = None
     lsq: float | None = None
+    evaluation: float | None = None  # limit: time of evaluation over that of the float model
     memory: float | None = None  # limit: peak memory over that of the float step; None if not measured
 
 
 TASKS = (
-    Task("MLP", mlp, (128, 784), 6, int8=1.30, x86=1.30, lsq=1.45),
-    Task("CNN", cnn, (32, 3, 32, 32), 16, int8=1.15, x86=1.15, lsq=1.25, memory=1.25),
-    Task("encoder", Encoder, (16, 64, 384), 26, int8=1.15, x86=1.20, lsq=1.25, memory=1.05),
+    Task("MLP", mlp, (128, 784), 6, int8=1.15, x86=1.30, lsq=1.45, evaluation=0.7),
+    Task("CNN", cnn, (32, 3, 32, 32), 16, int8=1.10, x86=1.15, lsq=1.25, memory=1.25),
+    Task("encoder", Encoder, (16, 64, 384), 26, int8=1.00, x86=1.20, lsq=1.25, evaluation=0.7, memory=1.05),
 )
 
 
@@ -274,6 +279,17 @@ def stepper(model: nn.Module, x: Tensor, target: Tensor) -> Contender:
     return step
 
 
+def evaluator(model: nn.Module, x: Tensor) -> Contender:
+    """Returns a forward pass of a copy of the model, which a step has given its ranges."""
+    evaluated = copy.deepcopy(model).eval()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            evaluated(x)
+
+    return evaluate
+
+
 # --- gradients and memory -------------------------------------------------------------------------
 
 
@@ -304,6 +320,8 @@ def same_gradients(model: nn.Module, x: Tensor, target: Tensor) -> bool:
 def peak_bytes(step: Contender) -> int:
     """Returns the peak of the memory allocated during a step."""
     step()
+    if compiled_nodes.compiled is not None:
+        compiled_nodes.compiled.release_memory()  # so that memory used again in this step counts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -340,10 +358,14 @@ class Figures:
     missing: dict[str, str]
     rows: dict[int, Row]  # by number of threads
     peaks: dict[str, int]  # bytes
+    evaluation: Row  # with ASKED_AT threads
 
     def x_float(self, name: str, threads: int) -> float:
         times = self.rows[threads].seconds
         return times[name] / times[FLOAT]
+
+    def evaluation_x_float(self, name: str) -> float:
+        return self.evaluation.seconds[name] / self.evaluation.seconds[FLOAT]
 
     def fastest_peer(self, threads: int) -> str | None:
         times = self.rows[threads].seconds
@@ -366,6 +388,14 @@ class Figures:
         ratio = self.x_fastest_peer(ASKED_AT)
         if ratio is not None:
             found["peers"] = Bar(task.name, "fastest peer over int8", "> 1", ratio, ratio > 1, doubtful)
+        if task.evaluation is not None:
+            found["evaluation"] = at_most(
+                task.name,
+                "int8, evaluation",
+                self.evaluation_x_float(INT8),
+                task.evaluation,
+                not self.evaluation.repeated,
+            )
         if task.memory is not None:
             memory = self.peaks[INT8] / self.peaks[FLOAT]
             found["memory"] = at_most(task.name, "int8, peak memory", memory, task.memory)
@@ -395,9 +425,11 @@ def run(task: Task, seconds: float) -> Figures:
     steps = {name: stepper(trained, x, target) for name, trained in models.items()}
     peaks = {} if task.memory is None else {name: peak_bytes(step) for name, step in steps.items()}
     case = Case(task.name, "float32", f"batch {len(x)}", None, steps, nothing_to_compare)
+    evaluations = {name: evaluator(models[name], x) for name in (FLOAT, INT8, SUMS)}
+    evaluation = measure(dataclasses.replace(case, contenders=evaluations), ASKED_AT, seconds * 0.2)
     # Figures that are only reported may be less precise.
     rows = {threads: measure(case, threads, seconds * (1 if threads == ASKED_AT else 0.5)) for threads in THREADS}
-    return Figures(task, equal, missing, rows, peaks)
+    return Figures(task, equal, missing, rows, peaks, evaluation)
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -439,6 +471,15 @@ def print_steps(figures: list[Figures]) -> None:
         print(line(model, "others", [cell for n in THREADS for cell in (f"{f.rows[n].others:.1f} ", "")], None))
 
 
+def print_evaluation(figures: list[Figures]) -> None:
+    print_heading([f"ms, {ASKED_AT} thr.", "x float"])
+    for f in figures:
+        doubt = " " if f.evaluation.repeated else "?"
+        for name, seconds in f.evaluation.seconds.items():
+            cells = [f"{seconds * 1e3:.2f}{doubt}", f"{f.evaluation_x_float(name):.2f}{doubt}"]
+            print(line(f.task.name, f"{name}, evaluation", cells, f.bars().get("evaluation") if name == INT8 else None))
+
+
 def print_memory(figures: list[Figures]) -> None:
     if figures:
         print_heading(["peak MB", "x float"])
@@ -474,6 +515,9 @@ def write_json(path: str, facts: dict, figures: list[Figures]) -> None:
             for f in figures
             for row in f.rows.values()
         ],
+        "evaluation": {
+            f.task.name: {name: f.evaluation_x_float(name) for name in f.evaluation.seconds} for f in figures
+        },
         "peak_bytes": {f.task.name: f.peaks for f in figures if f.peaks},
         "equal_gradients": {f.task.name: f.equal_gradients for f in figures},
         "missing": {f.task.name: f.missing for f in figures},
@@ -500,6 +544,7 @@ def main() -> int:
     tasks = real_tasks() if options.real else TASKS
     figures = [run(t, t.seconds * (0.2 if options.quick else 1)) for t in tasks if options.only in t.name]
     print_steps(figures)
+    print_evaluation(figures)
     print_memory([f for f in figures if f.peaks])
     print_remarks(figures)
     if options.json:

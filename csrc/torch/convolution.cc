@@ -14,6 +14,7 @@
 #include "torch/levels.h"
 #include "torch/node.h"
 #include "torch/plain_tensors.h"
+#include "torch/reused_memory.h"
 #include "torch/run_kernels.h"
 
 namespace fakequant::autograd {
@@ -206,7 +207,7 @@ nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::hand
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto encode = [&](Levels& levels, const Tensor& t, int64_t rows, at::ScalarType code) {
-      return levels.encode(t, rows, at::empty_like(t, t.options().dtype(as_codes ? code : at::kFloat)));
+      return levels.encode(t, rows, reusable_empty_like(t, as_codes ? code : at::kFloat));
     };
     if (encode(right, weight, channels, at::kChar)) return nb::none();
     // Sums become float32 before bias codes are added, so they must be exact there.
@@ -248,7 +249,7 @@ nb::object integer_convolution(nb::handle x_object, nb::handle x_scale, nb::hand
       g_kernels->scale_sums(args);
     } else {
       const bool in_place = kind == SumKind::f32 && !sums_are_last;
-      y = in_place ? sums : at::empty(sums.sizes(), x.options());
+      y = in_place ? sums : reusable_empty(sums.sizes(), at::kFloat);
       const ScalePlanesArgs args{kind,
                                  images,
                                  channels,

@@ -62,6 +62,11 @@ nb::object fake_quantize_learned(nb::handle x, nb::handle scale, nb::handle zero
 // same size.
 bool keep_within(nb::handle value, nb::handle before, double low, double high);
 
+// --- reused_memory.cc -----------------------------------------------------------------------------
+
+// Returns contiguous float32 memory, which the next call may use again once nothing refers to it.
+nb::object empty_floats(const std::vector<int64_t>& sizes);
+
 // --- linear.cc ------------------------------------------------------------------------------------
 
 // Returns x @ weight.T + bias. Its backward pass unpacks one saved tensor at a time.

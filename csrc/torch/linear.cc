@@ -17,6 +17,7 @@
 #include "torch/levels.h"
 #include "torch/node.h"
 #include "torch/plain_tensors.h"
+#include "torch/reused_memory.h"
 #include "torch/run_kernels.h"
 
 namespace fakequant::autograd {
@@ -116,8 +117,7 @@ bool multiplies_codes(bool with_int8, int64_t inner) {
 
 // Writes the levels of `t`, seen as a matrix. Returns 0 or a reason why there are none.
 int encode_matrix(Levels& levels, const Tensor& t, int64_t rows, bool as_codes) {
-  const auto options = as_codes ? t.options().dtype(at::kChar) : t.options();
-  return levels.encode(t, rows, at::empty({rows, t.numel() / rows}, options));
+  return levels.encode(t, rows, reusable_empty({rows, t.numel() / rows}, as_codes ? at::kChar : at::kFloat));
 }
 
 constexpr const char* kWeightLevels = "fakequant.weight_levels";

@@ -13,6 +13,7 @@
 #include "torch/functions.h"
 #include "torch/node.h"
 #include "torch/plain_tensors.h"
+#include "torch/reused_memory.h"
 #include "torch/run_kernels.h"
 
 namespace fakequant::autograd {
@@ -96,7 +97,7 @@ struct Result {
   Result(const Tensor& source, const Tensor& x, bool clipped)
       : records(at::GradMode::is_enabled() && source.requires_grad()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    y = at::empty_like(x);
+    y = reusable_empty_like(x, x.scalar_type());
     if (records && clipped) mask = at::empty({(x.numel() + 7) / 8}, at::TensorOptions(at::kByte));
   }
 

@@ -1,6 +1,7 @@
 """Converted and exported experts, and their diagnosis."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ from expert_cases import (
     LAYERS,
     TOP_K,
     WIDTH,
+    X86,
     Experts,
     Mixture,
     calibrated,
@@ -140,7 +142,7 @@ class Large(nn.Module):
 def test_rounding_of_the_float_products_is_explained(tmp_path):
     pytest.importorskip("onnxruntime")
     x = randn(64, 64)
-    model = calibrated(Large(), x=x)
+    model = calibrated(Large(), dataclasses.replace(X86, sums="float"), x=x)
     fq.export_onnx(model, tmp_path / "model.onnx", x, dynamic_batch=False)
     found = fq.verify(model, tmp_path / "model.onnx", [x])
     assert not torch.equal(model(x), fq.convert(model)(x))

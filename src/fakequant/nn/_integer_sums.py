@@ -5,6 +5,7 @@ integers, as runtimes do. Its results do not depend on the machine, on the numbe
 multiplies.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def exact_product(
     operator: Operator,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Callable[[], Tensor | None],
     x_quantizer: Quantizer | None,
     sources: tuple[Tensor | None, Tensor | None] = (None, None),
     rows: slice | None = None,
@@ -61,8 +62,8 @@ def exact_product(
     """Returns what `operator` computes, with exact sums, or None if it has none or its sums are not integers.
 
     `x` and `weight` are quantized. `sources` are the tensors before that, if this call has quantized them. With `rows`,
-    `weight` and `bias` are these rows of the layer's. `kept` is what `kept_weight` returned for the weight.
-    `operator` is the product of `groups`, if there are any.
+    `weight` is these rows of the layer's. `bias` returns what is added, which sums with the deployed bias do not need.
+    `kept` is what `kept_weight` returned for the weight. `operator` is the product of `groups`, if there are any.
     """
     quantizer: Quantizer | None = layer._modules.get("weight_quantizer")
     settings = _settings_of(layer, operator)
@@ -88,23 +89,26 @@ def exact_product(
     if weight_grid is None:
         return None
     if runs.stack and not torch.compiler.is_compiling() and layer._modules.get("input_quantizer") is None:
-        moving = [tensor for tensor in x_grid[:2] if tensor is not None]  # which may have moved on since
-        scale, *zero = as_first((layer, "input grid"), *moving)
+        present = [tensor for tensor in x_grid[:2] if tensor is not None]  # which may have moved on since
+        scale, *zero = as_first((layer, "input grid"), *present)
         x_grid = x_grid._replace(scale=scale, zero_point=zero[0] if zero else None)
     found = kept.bias if kept else _bias_codes(layer, quantizer, x, weight)
+    # The gradient of the deployed bias is that of the layer's own.
+    added = bias() if found is None else getattr(layer, layer._fakequant.kind.bias_name).to(weight.dtype)
     if rows is not None:
-        found = None if found is None else found._replace(codes=found.codes[rows])
         weight_grid = weight_grid.part(rows)
+        if found is not None:
+            found, added = found._replace(codes=found.codes[rows]), added[rows]
     if settings is not None:
         image = x if isinstance(operator, ConvolutionCall) else _padded(layer, x)
-        return _convolution(image, weight, bias, x_grid, weight_grid, settings, found)
+        return _convolution(image, weight, added, x_grid, weight_grid, settings, found)
     if groups is not None:
-        return integer_grouped_linear(x, weight, bias, groups, x_grid, weight_grid, found)
+        return integer_grouped_linear(x, weight, added, groups, x_grid, weight_grid, found)
     weight = weight.t() if operator is transposed_linear else weight
     levels = kept.levels if kept else None
     if x.dim() > 1:
-        return integer_linear(x, weight, bias, x_grid, weight_grid, found, levels)
-    y = integer_linear(x.unsqueeze(0), weight, bias, x_grid, weight_grid, found, levels)
+        return integer_linear(x, weight, added, x_grid, weight_grid, found, levels)
+    y = integer_linear(x.unsqueeze(0), weight, added, x_grid, weight_grid, found, levels)
     return None if y is None else y.squeeze(0)
 
 

@@ -5,7 +5,8 @@ record is a `Quantization`. `fakequant._prepare.attach` turns a layer into a pre
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -175,31 +176,34 @@ class Quantization(LayerRecord, Keeping):
         """
         if operands is not None:
             x = self.quantize_input(layer, input)
+            weight, bias, kept = operands
             if not self.save_codes:
-                return self._product(layer, operator, x, *operands)
+                return self._product(layer, operator, x, weight, lambda: bias, kept)
             # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
-            with saving_codes(x, input_grid_of(layer), operands.weight, None, operands.weight):
-                return self._product(layer, operator, x, *operands)
+            with saving_codes(x, input_grid_of(layer), weight, None, weight):
+                return self._product(layer, operator, x, weight, lambda: bias, kept)
         # Looked up in the dicts of the module, because reading its attributes takes longer.
         modules, name = layer._modules, self.kind.weight_name
         own = layer._parameters.get(name) if weight is None else None
         # Read once, because reading a parametrized weight computes it.
         source: Tensor = own if own is not None else getattr(layer, name) if weight is None else weight
-        is_given = weight is not None
+        is_given = weight is not None  # by code that computes it, and may have cast it
         quantize_input = modules.get("input_quantizer")
         quantize_weight: Quantizer | None = modules.get("weight_quantizer")
         x = input if quantize_input is None else quantize_input(input)
         weight = source if quantize_weight is None else self._on_grid(quantize_weight, source)
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
             self._note_tokens(layer, x.dim() > 2)
-        bias = bias_to_add(layer, x, weight)
-        if is_given and bias is not None:
-            bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
+
+        def bias_of() -> Tensor | None:
+            bias = bias_to_add(layer, x, weight)
+            return bias.to(weight.dtype) if is_given and bias is not None else bias
+
         sources = (None if quantize_input is None else input), source
         if not self.save_codes or not torch.is_grad_enabled():
-            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
+            return self._product(layer, operator, x, weight, bias_of, sources=sources, groups=groups)
         with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
-            return self._product(layer, operator, x, weight, bias, sources=sources, groups=groups)
+            return self._product(layer, operator, x, weight, bias_of, sources=sources, groups=groups)
 
     def _product(
         self,
@@ -207,7 +211,7 @@ class Quantization(LayerRecord, Keeping):
         operator: Operator,
         x: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
+        bias: Callable[[], Tensor | None],
         kept: KeptWeight | None = None,
         sources: tuple[Tensor | None, Tensor | None] = (None, None),
         rows: slice | None = None,
@@ -215,15 +219,15 @@ class Quantization(LayerRecord, Keeping):
     ) -> Tensor:
         """Returns `operator` of quantized tensors, with exact sums if the layer has them.
 
-        `kept` is the weight as integers, if several calls share it. `sources` are the tensors before they were
-        quantized, if this layer has just quantized them. With `rows`, `weight` and `bias` are these rows of the
-        layer's. `operator` is the product of `groups`, if there are any.
+        `bias` returns what is added. `kept` is the weight as integers, if several calls share it. `sources` are the
+        tensors before they were quantized, if this layer has just quantized them. With `rows`, `weight` and the bias
+        are these rows of the layer's. `operator` is the product of `groups`, if there are any.
         """
         if self.exact_sums:
             y = exact_product(layer, operator, x, weight, bias, input_grid_of(layer), sources, rows, kept, groups)
             if y is not None:
                 return y
-        return operator(x, weight, bias)
+        return operator(x, weight, bias())
 
     def compute_groups(self, layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
         """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
@@ -232,15 +236,20 @@ class Quantization(LayerRecord, Keeping):
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
         weight = self.quantized_weight(layer)
-        bias = bias_to_add(layer, inputs[0], weight)
+        bias = cache(lambda: bias_to_add(layer, inputs[0], weight))
         quantized: list[Tensor] = []
         for number, x in enumerate(inputs):
             same = next((i for i in range(number) if inputs[i] is x), None)
             quantized.append(self.quantize_input(layer, x) if same is None else quantized[same])
         size = len(weight) // len(inputs)
         parts = [slice(number * size, (number + 1) * size) for number in range(len(inputs))]
+
+        def bias_of(rows: slice) -> Tensor | None:
+            found = bias()
+            return None if found is None else found[rows]
+
         return [
-            self._product(layer, operator, x, weight[rows], None if bias is None else bias[rows], rows=rows)
+            self._product(layer, operator, x, weight[rows], partial(bias_of, rows), rows=rows)
             for x, rows in zip(quantized, parts, strict=True)
         ]
 

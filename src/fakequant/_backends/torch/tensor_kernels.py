@@ -4,6 +4,7 @@ The kernels run on the memory of a dense tensor, whatever the order of its axes.
 have the strides of `torch.empty_like(x)`.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import KernelShape, memory_order, order_of_result
-from fakequant._backends.torch import ggml_formula
+from fakequant._backends.torch import compiled_nodes, ggml_formula
 from fakequant._backends.torch.tensor_blocks import place
 from fakequant._kernels import (
     CODE_TYPES,
@@ -327,7 +328,7 @@ def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
 
 def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """Returns the values of the codes `q`."""
-    y = torch.empty_like(q, dtype=dtype)
+    y = _empty(q.shape, dtype) if q.is_contiguous() else torch.empty_like(q, dtype=dtype)
     if q.numel():
         _dequantize_into(y, dense(q, y), grid, _CODE_TYPES[q.dtype])
     return y
@@ -335,10 +336,17 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
     """Returns the values of the packed codes of a tensor of `shape`."""
-    y = torch.empty(shape, dtype=dtype, device="cpu")
+    y = _empty(shape, dtype)
     if prod(shape):
         _dequantize_into(y, q.contiguous(), grid, PACKED_CODE_TYPES[bits, grid.qmin < 0])
     return y
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns contiguous memory. The saved codes of a step are restored one after the other into the same."""
+    if dtype == torch.float32 and compiled_nodes.compiled is not None:
+        return compiled_nodes.compiled.empty_floats(shape)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:

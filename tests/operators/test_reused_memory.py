@@ -1,0 +1,47 @@
+"""Memory of large results that is used again: only once nothing refers to it."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+compiled = pytest.importorskip("fakequant._backends.torch.compiled_nodes").compiled
+
+pytestmark = pytest.mark.skipif(compiled is None, reason="there are no compiled nodes")
+
+NUMBER = 1 << 18  # 1 MB, the smallest that is kept
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it():
+    compiled.release_memory()
+    first = compiled.empty_floats([NUMBER])
+    address = first.data_ptr()
+    assert compiled.empty_floats([NUMBER]).data_ptr() != address
+    del first
+    again = [compiled.empty_floats([512, 512]) for _ in range(2)]
+    assert address in [x.data_ptr() for x in again]
+    assert all(x.shape == (512, 512) and x.is_contiguous() and x.dtype == torch.float32 for x in again)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: x[5:7],
+        lambda x: x.numpy(),
+        lambda x: x.untyped_storage(),
+        torch._lazy_clone,
+        lambda x: x.share_memory_(),
+    ],
+)
+def test_memory_in_use_is_not_used_again(keep):
+    x = compiled.empty_floats([NUMBER]).fill_(1)
+    address, kept = x.data_ptr(), keep(x)
+    del x
+    others = [compiled.empty_floats([NUMBER]).fill_(2) for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    del kept
+
+
+def test_released_memory_is_not_kept():
+    compiled.release_memory()
+    x = compiled.empty_floats([NUMBER])
+    compiled.release_memory()  # in use: stays
+    assert x.fill_(1).sum() == NUMBER
