@@ -337,3 +337,16 @@ def test_a_failed_export_leaves_both_files_as_they_were(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="refused"):
         fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_one_file_replaces_two_and_leaves_files_of_others(tmp_path):
+    x = randn(4, 48)
+    model = ready(nn.Sequential(nn.Linear(48, 64)), x)
+    data = tmp_path / "model.onnx.data"
+    data.write_text("of somebody else")
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert data.read_text() == "of somebody else"
+    fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert not data.exists()

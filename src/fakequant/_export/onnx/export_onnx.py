@@ -127,6 +127,7 @@ def export_onnx(
     shapes = dynamic_shapes
     if shapes is None and dynamic_batch:
         shapes = first_axes(args, kwargs, "batch")
+    old_data = _data_of(Path(path))
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, target, strict)
         goal = _runtimes.find(conversion(golden).target)
@@ -165,6 +166,8 @@ def export_onnx(
             for file in files[1:]:
                 file.replace(unfinished.parent / file.name)
             files[0].replace(unfinished)
+    if old_data is not None and len(files) == 1:
+        old_data.unlink(missing_ok=True)
     return OnnxExport(
         path=str(path),
         external_data=f"{path}.data" if len(files) > 1 else None,
@@ -176,6 +179,20 @@ def export_onnx(
         integers=integers,
         floats=floats,
     )
+
+
+def _data_of(path: Path) -> Path | None:
+    """Returns the second file of the ONNX file that will be replaced, or None if it has none."""
+    data = path.with_name(f"{path.name}.data")
+    if not (path.is_file() and data.is_file()):
+        return None
+    onnx = require("onnx", "onnx")
+    try:
+        found = onnx.load(path, load_external_data=False)
+    except Exception:  # whatever was at the path: its neighbours are not ours
+        return None
+    places = {entry.value for tensor in found.graph.initializer for entry in tensor.external_data}
+    return data if data.name in places else None
 
 
 def _write(program: "Model", path: Path, data: Path | None = None) -> None:
