@@ -350,3 +350,20 @@ def test_one_file_replaces_two_and_leaves_files_of_others(tmp_path):
     fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
     fq.export_onnx(model, tmp_path / "model.onnx", x)
     assert not data.exists()
+
+
+def test_tied_weights_are_in_the_second_file_once(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(64, 48), nn.Linear(48, 64, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x):
+            return self.head(self.table(x))
+
+    x = torch.arange(8)[None]
+    model = fq.calibrate(fq.prepare(Tied().eval(), recipes.int8(), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    assert (tmp_path / "model.onnx.data").stat().st_size == 64 * 48
+    assert fq.verify(model, tmp_path / "model.onnx", x).ok

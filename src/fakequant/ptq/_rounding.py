@@ -69,10 +69,10 @@ class WeightGrid:
         If outputs are rows of the weight, they are computed for these only: for all they are as large as the weight.
         """
         spec, (scale, zero_point) = self.quantizer.spec, self.qparams
-        has_rows = form.geometry is None and form.matrices == 1 and not form.is_transposed
-        if has_rows and spec.ggml_type is None and scale.shape[:1] == self.weight.shape[:1] and spec.group_rows is None:
-            if scale.dim() == self.weight.dim() or spec.axis == 0:
-                return lambda rows: _part(self.weight[rows], scale[rows], zero_point[rows], spec)
+        is_matrix = form.geometry is None and form.matrices == 1 and not form.is_transposed
+        has_rows = scale.dim() == self.weight.dim() or (scale.dim() == 1 and spec.axis == 0)
+        if is_matrix and has_rows and len(scale) == len(self.weight) and spec.ggml_type is None:
+            return lambda rows: _part(self.weight[rows], scale[rows], zero_point[rows], spec)
         scales, zero_points = form.matrix(self.scales()), form.matrix(self.zero_points())
         return lambda outputs: (scales[:, outputs], zero_points[:, outputs])
 
