@@ -301,6 +301,35 @@ def test_quantizer_placed_by_the_user_is_saved_and_loaded(tmp_path):
     assert torch.equal(loaded(x), golden(x))
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.norm = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.LayerNorm(32)
+        self.head.weight = self.table.weight
+        self.register_buffer("same", self.norm.weight.detach()[:4])  # shares memory with a part of another tensor
+
+    def forward(self, x):
+        return self.head(self.norm(self.table(x)))
+
+
+@pytest.mark.parametrize("weight", ["int8", "mxfp4"])
+def test_tied_weights_are_stored_and_loaded_once(weight, tmp_path):
+    x = torch.arange(6)[None]
+    spec = fq.QuantSpec(axis=0) if weight == "int8" else presets.mxfp4()
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
+    golden = fq.convert(fq.calibrate(fq.prepare(Tied().eval(), config, x), [x], progress=False))
+    fq.save_converted(golden, tmp_path / "m.safetensors")
+    with safetensors.safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        assert [name for name in file.keys() if name.endswith("weight_codes")] == ["table.weight_codes"]  # noqa: SIM118
+    model = Tied()
+    norm = model.norm.weight
+    loaded = fq.load_converted(model, tmp_path / "m.safetensors")
+    assert loaded.head.weight_codes.data_ptr() == loaded.table.weight_codes.data_ptr()
+    assert loaded.norm.weight is norm
+    assert torch.equal(loaded(x), golden(x))
+
+
 class InPlace(nn.Module):
     """Loads its extra state in place."""
 

@@ -337,3 +337,33 @@ def test_a_failed_export_leaves_both_files_as_they_were(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="refused"):
         fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_one_file_replaces_two_and_leaves_files_of_others(tmp_path):
+    x = randn(4, 48)
+    model = ready(nn.Sequential(nn.Linear(48, 64)), x)
+    data = tmp_path / "model.onnx.data"
+    data.write_text("of somebody else")
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert data.read_text() == "of somebody else"
+    fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert not data.exists()
+
+
+def test_tied_weights_are_in_the_second_file_once(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(64, 48), nn.Linear(48, 64, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x):
+            return self.head(self.table(x))
+
+    x = torch.arange(8)[None]
+    model = fq.calibrate(fq.prepare(Tied().eval(), recipes.int8(), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
+    assert (tmp_path / "model.onnx.data").stat().st_size == 64 * 48
+    assert fq.verify(model, tmp_path / "model.onnx", x).ok

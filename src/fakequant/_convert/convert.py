@@ -106,6 +106,7 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     grids = _make_grids(copied, goal)
     norms = {layer: find_norm(copied, norm) for layer, norm in pairs.items()}
     kept = _replace(copied, grids, norms, goal)
+    _share_codes(model, copied)
     folded = [norm for layer, norm in pairs.items() if layer not in kept]
     for path in folded:
         remove_norm(copied, path)
@@ -118,6 +119,24 @@ def converted_view(model: nn.Module, *, target: str | None = None, strict: bool 
     return_tensors(copied)
     assert versions == _versions(model), "the conversion has written to the model"
     return copied
+
+
+def _share_codes(model: nn.Module, golden: nn.Module) -> None:
+    """Makes layers of the golden model that have one weight in the model, and the same codes, share these too."""
+    layers: dict[int, list[IntegerLayer]] = {}
+    for path, layer in golden.named_modules():
+        if not isinstance(layer, IntegerLayer) or layer._fakequant.weight_spec is None:
+            continue
+        weight = model.get_submodule(path)._parameters.get(layer._fakequant.kind.weight_name)
+        if weight is None:
+            continue
+        same = layers.setdefault(id(weight), [])
+        for other in same:
+            for name in ("weight_codes", "weight_scale", "weight_zero_point"):
+                own, given = layer._buffers.get(name), other._buffers.get(name)
+                if own is not None and given is not None and torch.equal(own, given):
+                    layer._buffers[name] = given
+        same.append(layer)
 
 
 def _versions(model: nn.Module) -> list[int]:

@@ -67,12 +67,13 @@ def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
     True
     """
     check_module(model)
-    described = json.dumps(_describe(model))
+    made = _describe(model)
     safetensors = require("safetensors.torch", "safetensors")
     with writing(path) as unfinished:
         state = model.state_dict()
-        tensors = {n: v.detach().contiguous().clone() for n, v in state.items() if isinstance(v, Tensor)}
+        tensors = {name: value.detach().contiguous() for name, value in state.items() if isinstance(value, Tensor)}
         _encode_scales_of(model, tensors)
+        described = json.dumps({**made, "tied": _separate(tensors)})
         metadata = {"fakequant": described, "checksum": checksum(described, tensors)}
         safetensors.save_file(tensors, unfinished, metadata=metadata)
 
@@ -110,6 +111,30 @@ def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 f"{AGAIN}"
             ) from error
     return model
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Removes tensors that are the same as an earlier one, and copies those that only share memory with one.
+
+    Returns the names of the earlier ones by the names of those that were removed.
+    """
+    tied: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    memory: set[int] = set()
+    for name, value in list(tensors.items()):
+        if not value.numel():
+            continue
+        place = (value.data_ptr(), value.dtype, value.shape)
+        if place in first:
+            tied[name] = first[place]
+            del tensors[name]
+            continue
+        first[place] = name
+        start = value.untyped_storage().data_ptr()
+        if start in memory:
+            tensors[name] = value.clone()
+        memory.add(start)
+    return tied
 
 
 def _encode_scales_of(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -155,6 +180,7 @@ def _read(path: File) -> tuple[Description, State]:
     _compare_checksum(path, described["format"], metadata.get("checksum"), checksum(text, state))
     described.setdefault("extra_states", {})
     described.setdefault("functions", {})
+    described.setdefault("tied", {})
     described.setdefault("owners", {})  # files of older versions have none
     missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
     if missing:
@@ -164,7 +190,7 @@ def _read(path: File) -> tuple[Description, State]:
 
 _PARTS = {
     "target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict,
-    "functions": dict, "extra_states": dict, "owners": dict,
+    "functions": dict, "extra_states": dict, "owners": dict, "tied": dict,
 }  # fmt: skip
 
 
@@ -289,12 +315,12 @@ def _extra_states(model: nn.Module) -> State:
 def _unchanged_on_failure(model: nn.Module, layers: Container[str]) -> Iterator[None]:
     """Context that restores all modules and tensors of a model if the body raises.
 
-    Tensors of modules in `layers`, which holds paths, are not copied, because loading replaces them instead of
-    writing to them.
+    Tensors are not copied: loading gives tensors other memory instead of writing to them, and replaces those of modules
+    in `layers`, which holds paths.
     """
     modules = [(module, module.__class__, _shallow(module.__dict__)) for module in model.modules()]
     others = [module for path, module in model.named_modules() if path not in layers]
-    values = [(t, t.detach().clone()) for module in others for t in _tensors_of(module)]
+    values = [(tensor, tensor.data) for module in others for tensor in _tensors_of(module)]
     extra = [(m, copy.deepcopy(m.get_extra_state())) for m in model.modules() if _has_extra_state(m)]
     try:
         yield
@@ -303,9 +329,8 @@ def _unchanged_on_failure(model: nn.Module, layers: Container[str]) -> Iterator[
             module.__class__ = kind
             module.__dict__.clear()
             module.__dict__.update(fields)
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
+        for tensor, value in values:
+            tensor.data = value
         for module, state in extra:
             module.set_extra_state(state)
         raise

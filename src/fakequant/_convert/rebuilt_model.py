@@ -65,6 +65,7 @@ def rebuild(model: nn.Module, described: Description, state: State, file: File) 
 
     Raises WrongModelError if the model does not fit, and errors of several types if the file is damaged.
     """
+    state.update({name: state[other] for name, other in described["tied"].items()})
     _add_products(model, described["owners"], file)
     _require_same_model(model, described, file)
     target = _runtimes.find(described["target"]).name
@@ -229,8 +230,20 @@ def _fill(model: nn.Module, state: State, file: File) -> None:
                 raise ValueError(
                     f"{name} is {dtype_name(found.dtype)} in the file but {dtype_name(place.dtype)} in the model"
                 )
+    _take(model, state)
     with torch.no_grad():
         model.load_state_dict(state)
+
+
+def _take(model: nn.Module, state: State) -> None:
+    """Gives the tensors of a model the memory of the file's, or else copies, so that nothing is written to theirs.
+
+    They stay the same objects, which other code may hold. So there is no second copy of the model.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found = state.get(name)
+        fits = isinstance(found, Tensor) and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        tensor.data = found if fits and found.device == tensor.device else tensor.data.clone()
 
 
 def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> None:

@@ -50,7 +50,8 @@ def converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
     if find_conversion(model) is None:
         golden = converted_view(model, target=target, strict=strict)
     elif target is None or target == conversion(model).target:
-        golden = copy.deepcopy(model)
+        # Codes and floats are shared with the model: exporters change modules, and no tensor.
+        golden = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     else:
         raise ValueError(
             f"The model was converted for the target {conversion(model).target!r}, not for {target!r}.\n"

@@ -401,7 +401,10 @@ class PairedRuns:
 
 
 class _SharedParameters:
-    """Parameters that the reference shares with the model, until they are about to change."""
+    """Parameters that the reference shares with the model, until they are about to change.
+
+    Methods write biases in place, and give weights other memory: `separate` copies biases only.
+    """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
         own = {id(parameter) for parameter in model.parameters()}
@@ -418,7 +421,9 @@ class _SharedParameters:
         for original, places in self._places.values():
             is_near = any(is_inside(there, path) or there == path.rpartition(".")[0] for there, _, _ in places)
             if is_near and places[0][1][places[0][2]] is original:
-                copy = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
+                value = original.detach()
+                value = value.clone() if value.dim() < 2 else value
+                copy = nn.Parameter(value, requires_grad=original.requires_grad)
                 for _, parameters, name in places:
                     parameters[name] = copy
 

@@ -2,8 +2,8 @@
 
     y = layer(x * factors)        one factor per input channel; the layer's weight is divided by it
 
-The factors are a buffer of the layer, and a forward pre-hook multiplies. Hooks that are added later, and all code of the
-layer, see the product. Without quantizers, the result is the same as before.
+The factors are a buffer of the layer, and a forward pre-hook multiplies. Hooks that are added later, and all code of
+the layer, see the product. Without quantizers, the result is the same as before.
 """
 
 from collections.abc import Callable

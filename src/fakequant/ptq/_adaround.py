@@ -197,7 +197,7 @@ class _SoftWeight:
 
     def __init__(self, grid: WeightGrid, codes: Tensor) -> None:
         self.grid = grid
-        self.scale, self.zero_point = grid.scales(), grid.zero_points.float()
+        self.scale, self.zero_point = grid.scales(), grid.zero_points().float()
         steps = grid.weight.float() / self.scale
         self.down = torch.floor(steps)
         up = (codes - self.zero_point - self.down).clamp(0, 1)

@@ -12,6 +12,7 @@ from fakequant._backends.torch.grid_values import scale_of_each
 from fakequant._model.running import Data
 from fakequant._paired_models.calls import RecordedCall
 from fakequant._paired_models.errors import decibels, qparams_for
+from fakequant._paired_models.products import Form
 from fakequant._paired_models.runs import PairedRuns
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -47,8 +48,6 @@ class WeightGrid:
     weight: Tensor
     # Scale and zero point, as the quantizer has them.
     qparams: tuple[Tensor, Tensor]
-    # The code of 0 for each weight.
-    zero_points: Tensor
 
     @property
     def quantizer(self) -> Quantizer:
@@ -59,6 +58,23 @@ class WeightGrid:
     def scales(self) -> Tensor:
         """Returns the scale of each weight, float32."""
         return scale_of_each(self.qparams[0], self.weight, self.quantizer.spec)
+
+    def zero_points(self) -> Tensor:
+        """Returns the code of 0 for each weight."""
+        return tensor_functions.quantize(torch.zeros_like(self.weight), *self.qparams, self.quantizer.spec)
+
+    def parts(self, form: Form) -> Callable[[slice], tuple[Tensor, Tensor]]:
+        """Returns a function that returns scales and codes of 0 for some outputs, as matrices.
+
+        If outputs are rows of the weight, they are computed for these only: for all they are as large as the weight.
+        """
+        spec, (scale, zero_point) = self.quantizer.spec, self.qparams
+        is_matrix = form.geometry is None and form.matrices == 1 and not form.is_transposed
+        has_rows = scale.dim() == self.weight.dim() or (scale.dim() == 1 and spec.axis == 0)
+        if is_matrix and has_rows and len(scale) == len(self.weight) and spec.ggml_type is None:
+            return lambda rows: _part(self.weight[rows], scale[rows], zero_point[rows], spec)
+        scales, zero_points = form.matrix(self.scales()), form.matrix(self.zero_points())
+        return lambda outputs: (scales[:, outputs], zero_points[:, outputs])
 
     def codes(self, weight: Tensor) -> Tensor:
         """Returns the codes nearest to a weight, as floats."""
@@ -77,6 +93,11 @@ class WeightGrid:
         _write_weight(self.layer, values)
 
 
+def _part(rows: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    zero_points = tensor_functions.quantize(torch.zeros_like(rows), scale, zero_point, spec)
+    return scale_of_each(scale, rows, spec)[None], zero_points[None]
+
+
 def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGrid:
     """Returns the weight of a prepared layer and its grid, for which `reasons_against_rounding` has no reason.
 
@@ -87,10 +108,8 @@ def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGr
     quantizer: Quantizer = layer.weight_quantizer
     weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
     scale, zero_point = qparams_for(quantizer, weight)
-    spec = quantizer.spec
-    zero_points = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
     weight = weight.clone() if float_weight is None else float_weight.to(weight.dtype)
-    return WeightGrid(layer, weight, (scale.clone(), zero_point.clone()), zero_points)
+    return WeightGrid(layer, weight, (scale.clone(), zero_point.clone()))
 
 
 @torch.no_grad()
@@ -224,17 +243,18 @@ def layer_rows(
 def _round(grid: WeightGrid, sums: LayerSums, solver_of: SolverOf) -> tuple[float, float]:
     """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
     spec, matrix = grid.quantizer.spec, sums.form.matrix
-    weight, scales, zero_points = matrix(grid.weight), matrix(grid.scales()), matrix(grid.zero_points)
+    weight, parts = matrix(grid.weight), grid.parts(sums.form)
     # The codes of float formats are values.
     dtype = torch.float32 if spec.float_format is not None else getattr(torch, spec.storage)
     codes = torch.empty_like(weight, dtype=dtype)
     solve = solver_of(sums.a)
     before, after = torch.zeros(2, 2, dtype=torch.float64)
     for outputs in parts_of(weight):
+        scale, zero_point = parts(outputs)
         problem = RoundingProblem(
             weight=weight[:, outputs].float(),
-            scale=scales[:, outputs],
-            zero_point=zero_points[:, outputs].float(),
+            scale=scale,
+            zero_point=zero_point.float(),
             qmin=spec.qmin,
             qmax=spec.qmax,
             moments=sums.moments(outputs),
@@ -244,7 +264,7 @@ def _round(grid: WeightGrid, sums: LayerSums, solver_of: SolverOf) -> tuple[floa
         codes[:, outputs] = found.codes
         before += problem.moments.powers(problem.values(problem.nearest()), found.nearest).cpu()
         after += problem.moments.powers(problem.values(found.codes), found.error).cpu()
-    del scales, zero_points  # as large as the weight
+    del parts  # it may have tensors as large as the weight
     grid.write(sums.form.weight(codes, grid.weight))
     (signal, noise), (same, left) = before.clamp(min=0).tolist(), after.clamp(min=0).tolist()
     return decibels(signal, noise), decibels(same, left)
@@ -301,4 +321,5 @@ def _write_weight(layer: AnyLayer, values: Tensor) -> None:
     if isinstance(layer, ExpertProduct):
         values = values.unflatten(0, (stored.shape[0], -1))
         values = values.transpose(1, 2) if layer.owner.is_transposed else values
-    stored.copy_(values)
+    # In other memory, because the reference still reads the weight of before there.
+    stored.data = torch.empty_like(stored).copy_(values) if values.stride() != stored.stride() else values.to(stored)

@@ -1,5 +1,6 @@
 """`export_onnx`: writes a model to an ONNX file with integer weights and QuantizeLinear/DequantizeLinear nodes."""
 
+import hashlib
 import inspect
 import json
 import logging
@@ -13,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -127,6 +129,7 @@ def export_onnx(
     shapes = dynamic_shapes
     if shapes is None and dynamic_batch:
         shapes = first_axes(args, kwargs, "batch")
+    old_data = _data_of(Path(path))
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, target, strict)
         goal = _runtimes.find(conversion(golden).target)
@@ -165,6 +168,8 @@ def export_onnx(
             for file in files[1:]:
                 file.replace(unfinished.parent / file.name)
             files[0].replace(unfinished)
+    if old_data is not None and len(files) == 1:
+        old_data.unlink(missing_ok=True)
     return OnnxExport(
         path=str(path),
         external_data=f"{path}.data" if len(files) > 1 else None,
@@ -178,15 +183,56 @@ def export_onnx(
     )
 
 
+def _data_of(path: Path) -> Path | None:
+    """Returns the second file of the ONNX file that will be replaced, or None if it has none."""
+    data = path.with_name(f"{path.name}.data")
+    if not (path.is_file() and data.is_file()):
+        return None
+    onnx = require("onnx", "onnx")
+    try:
+        found = onnx.load(path, load_external_data=False)
+    except Exception:  # whatever was at the path: its neighbours are not ours
+        return None
+    places = {entry.value for tensor in found.graph.initializer for entry in tensor.external_data}
+    return data if data.name in places else None
+
+
 def _write(program: "Model", path: Path, data: Path | None = None) -> None:
     """Writes a program to a file, and its large tensors to a second one if there is a path for it."""
     onnx, ir = require("onnx", "onnx"), require("onnx_ir", "onnxscript")
     if data is not None:
+        repeated = _repeated(program)
+        for value in repeated:
+            value.const_value = None
         ir.external_data.unload_from_model(program, data.parent, data.name, size_threshold_bytes=_SMALL)
+        for value, first in repeated.items():
+            there = first.const_value
+            value.const_value = ir.ExternalTensor(
+                there.location, there.offset, there.length, there.dtype,
+                shape=there.shape, name=value.name, base_dir=there.base_dir,
+            )  # fmt: skip
     written = ir.serde.serialize_model(program)
     digest = notes.digest_of_graph(written, path.parent)
     onnx.helper.set_model_props(written, {**program.metadata_props, notes.GRAPH: digest})
     path.write_bytes(written.SerializeToString())
+
+
+def _repeated(program: "Model") -> "dict[Value, Value]":
+    """Returns the large tensors that have the bytes of an earlier one, such as tied weights, each with that one."""
+    alike: dict[tuple[Any, ...], list[Value]] = {}
+    for value in (value for graph in program.graphs() for value in graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > _SMALL:
+            alike.setdefault((tensor.dtype, tuple(tensor.shape)), []).append(value)
+    found: dict[Value, Value] = {}
+    for values in alike.values():
+        first: dict[bytes, Value] = {}
+        for value in values if len(values) > 1 else ():
+            array = np.ascontiguousarray(value.const_value.numpy())
+            earlier = first.setdefault(hashlib.sha256(array.view(np.uint8).data).digest(), value)
+            if earlier is not value:
+                found[value] = earlier
+    return found
 
 
 def _shapes(values: "Sequence[Value]") -> dict[str, tuple[int | str, ...]]:
