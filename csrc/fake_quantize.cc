@@ -80,13 +80,61 @@ template <class V> FQ_INLINE bool may_have_ties(const Params<V>& p) {
   return any_bit(found);
 }
 
-// Whether one of 32 elements is too large for Onnx::round_bf16, or NaN.
-FQ_INLINE bool any_beyond_correction(const bf16* x) {
+// The bfloat16 numbers that are inside the range of a grid, from -low to high, as bits.
+struct Bf16Range {
+  int16_t high = 0, low = 0;
+  bool usable = false;  // whether both round to the ends of the grid, so that numbers can be clamped instead of levels
+};
+
+template <class V> FQ_INLINE Bf16Range bf16_range(const Params<V>& p) {
+  using One = Vec<float, 1>;
+  const float scale = p.scale[0];
+  if (!(p.lo[0] <= 0 && p.hi[0] >= 0 && Onnx::corrects(scale))) return {};
+  // The largest number that rounds to at most `level`.
+  bool usable = true;
+  const auto last = [&](float level) FQ_INLINE_LAMBDA {
+    const auto level_of = [&](int32_t bits) FQ_INLINE_LAMBDA {
+      return rint(One{bit_cast<float>(bits << 16)} / One{scale})[0];
+    };
+    int32_t bits = (bit_cast<int32_t>((level + 0.5f) * scale) >> 16) + 1;
+    while (level_of(bits) > level) --bits;
+    usable &= level_of(bits) == level;
+    return int16_t(bits);
+  };
+  Bf16Range range{last(p.hi[0]), last(-p.lo[0])};
+  range.usable = usable;
+  return range;
+}
+
+// Fake-quantizes 32 bfloat16 numbers, of which none is NaN. They are clamped as integers, two in a word. No value is
+// halfway between two bfloat16 numbers. Returns the bits of the mask.
+template <class V, class P> FQ_INLINE uint32_t clamped_step(const bf16* x, bf16* y, const Bf16Range& range, const P& p) {
+  constexpr int N = kWidth<V>, M = 2 * N;
+  using I = Vec<int16_t, M>;
+  using U = Vec<uint16_t, M>;
+  const I high = splat<I>(range.high);
+  const U low = splat<U>(uint16_t(range.low)) | splat<U>(0x8000);
+  uint32_t bits = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < 32; i += M) {
+    const I from = load_raw<I>(x + i);
+    const I below = from < high ? from : high;
+    const U clamped = bit_cast<U>(below) < low ? bit_cast<U>(below) : low;
+    const auto words = bit_cast<Bits<V>>(clamped);
+    const V a = Onnx::round_bf16(bit_cast<V>(words << 16), p), b = Onnx::round_bf16(bit_cast<V>(words & 0xFFFF0000u), p);
+    store_pair<bf16, N, false>(y + i, Onnx::value_of_signed(a, p), Onnx::value_of_signed(b, p));
+    bits |= lane_bits(from == bit_cast<I>(clamped)) << i % 32;
+  }
+  return bits;
+}
+
+// Whether one of 32 elements is NaN.
+FQ_INLINE bool any_nan(const bf16* x) {
   using I = Vec<int16_t, 2 * kLanes>;
   I largest{};
 #pragma GCC unroll 4
   for (int i = 0; i < 32; i += 2 * kLanes) largest = larger(largest, I(load_raw<I>(x + i) & 0x7FFF));
-  return any_greater(largest, splat<I>(Onnx::kLargestCorrected));
+  return any_greater(largest, splat<I>(0x7F80));
 }
 
 template <class Rule, class T, class V, class Mask>
@@ -97,23 +145,13 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
   Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   const auto p = params.one(parameter);
   // `step` for 32 elements. The stages are interleaved over several independent vectors to hide instruction latency.
-  constexpr bool kCorrects = kSame<T, bf16> && kSame<Rule, Onnx> && kHasFma;
-  [[maybe_unused]] const bool corrects = kCorrects && Onnx::corrects(float(p.scale[0]));
   const auto step_32 = [&](int64_t i, auto has_ties) FQ_INLINE_LAMBDA {
     constexpr int K = 32 / N;
     V rounded[K], clamped[K];
     decltype(inside_lanes<Rule>(V{}, V{})) inside[K];
 #pragma GCC unroll 16
     for (int k = 0; k < K; k += 2) load_pair<N>(x + i + k * N, rounded[k], rounded[k + 1]);
-    bool are_rounded = false;
-    if constexpr (kCorrects) {
-      are_rounded = corrects && !any_beyond_correction(x + i);
-      if (are_rounded) {
-#pragma GCC unroll 16
-        for (int k = 0; k < K; ++k) rounded[k] = Onnx::round_bf16(rounded[k], p);
-      }
-    }
-    if (!are_rounded) round_all<Rule>(rounded, p);
+    round_all<Rule>(rounded, p);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p);
 #pragma GCC unroll 16
@@ -132,7 +170,20 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
     }
   };
   if constexpr (kSame<T, bf16> && kHasLevels<Rule> && !kCompilesFast) {
-    if (n >= 1024 && !may_have_ties(p)) steps(Flag<false>{});
+    if (n >= 1024 && !may_have_ties(p)) {
+      if constexpr (kSame<Rule, Onnx> && kHasFma) {
+        const Bf16Range range = bf16_range(p);
+        const auto step = [&](int64_t j) FQ_INLINE_LAMBDA {
+          return any_nan(x + j) ? step_32(j, Flag<true>{}) : clamped_step<V>(x + j, y + j, range, p);
+        };
+        for (; range.usable && i + 64 <= n; i += 64) {
+          const uint64_t first = step(i), second = step(i + 32);
+          mask.put_64(first | second << 32);
+        }
+      } else {
+        steps(Flag<false>{});
+      }
+    }
   }
   steps(Flag<true>{});
   if (i + 32 <= n) {
