@@ -361,6 +361,10 @@ def bars(rows: list[Row], small: dict[str, float]) -> list[Bar]:
     )
     for what, limit in (("FP8, static (cast)", 2), ("MXFP4", 3), ("NVFP4", 3.5)):
         bar(f"{what}, 2^20: copies", row(what), "times_copy", limit, False)
+    # bfloat16: per tensor, in groups and in blocks.
+    limits = {"avx512": (2, 3.5, 3, 4), "avx2": (4, 6, 5, 6)}.get(fq.info().target, ())
+    for what, limit in zip(("forward + packed mask, onnx", "groups of 32", "MXFP4", "NVFP4"), limits, strict=False):
+        bar(f"bfloat16, {what}, 2^20: copies", row(what, "bfloat16"), "times_copy", limit, False)
     peers = {"FP8, static (cast)": 10, "MXFP8 (cast)": 10, "MXFP4 (torchao)": 20, "NVFP4 (torchao)": 20}
     for what, limit in peers.items():
         bar(f"{what}, 2^20: times the peer", row(what), "faster_than_torch", limit, True)

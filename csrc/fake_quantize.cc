@@ -60,6 +60,83 @@ FQ_INLINE auto step(const T* x, T* y, const P& p) {
   return inside_lanes<Rule>(clamped, rounded);
 }
 
+template <bool B> struct Flag { static constexpr bool value = B; };
+
+// Rules whose values are integers times the scale.
+template <class Rule> inline constexpr bool kHasLevels =
+    kSame<Rule, Onnx> || kSame<Rule, TorchTensor> || kSame<Rule, TorchChannel>;
+
+// Whether a value of a grid may be halfway between two bfloat16 numbers.
+template <class V> FQ_INLINE bool may_have_ties(const Params<V>& p) {
+  constexpr int N = kWidth<V>;
+  const float lo = p.lo[0], hi = p.hi[0];
+  if (!(hi - lo <= 256)) return true;
+  V level = splat<V>(lo);
+  for (int i = 0; i < N; ++i) level[i] += float(i);
+  Bits<V> found{};
+  for (float first = lo; first <= hi; first += float(N), level += float(N)) {
+    found |= bit_cast<Bits<V>>(is_bf16_tie(level * p.scale));
+  }
+  return any_bit(found);
+}
+
+// The bfloat16 numbers that are inside the range of a grid, from -low to high, as bits.
+struct Bf16Range {
+  int16_t high = 0, low = 0;
+  bool usable = false;  // whether both round to the ends of the grid, so that numbers can be clamped instead of levels
+};
+
+template <class V> FQ_INLINE Bf16Range bf16_range(const Params<V>& p) {
+  using One = Vec<float, 1>;
+  const float scale = p.scale[0];
+  if (!(p.lo[0] <= 0 && p.hi[0] >= 0 && Onnx::corrects(scale))) return {};
+  // The largest number that rounds to at most `level`.
+  bool usable = true;
+  const auto last = [&](float level) FQ_INLINE_LAMBDA {
+    const auto level_of = [&](int32_t bits) FQ_INLINE_LAMBDA {
+      return rint(One{bit_cast<float>(bits << 16)} / One{scale})[0];
+    };
+    int32_t bits = (bit_cast<int32_t>((level + 0.5f) * scale) >> 16) + 1;
+    while (level_of(bits) > level) --bits;
+    usable &= level_of(bits) == level;
+    return int16_t(bits);
+  };
+  Bf16Range range{last(p.hi[0]), last(-p.lo[0])};
+  range.usable = usable;
+  return range;
+}
+
+// Fake-quantizes 32 bfloat16 numbers, of which none is NaN. They are clamped as integers, two in a word. No value is
+// halfway between two bfloat16 numbers. Returns the bits of the mask.
+template <class V, class P> FQ_INLINE uint32_t clamped_step(const bf16* x, bf16* y, const Bf16Range& range, const P& p) {
+  constexpr int N = kWidth<V>, M = 2 * N;
+  using I = Vec<int16_t, M>;
+  using U = Vec<uint16_t, M>;
+  const I high = splat<I>(range.high);
+  const U low = splat<U>(uint16_t(range.low)) | splat<U>(0x8000);
+  uint32_t bits = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < 32; i += M) {
+    const I from = load_raw<I>(x + i);
+    const I below = from < high ? from : high;
+    const U clamped = bit_cast<U>(below) < low ? bit_cast<U>(below) : low;
+    const auto words = bit_cast<Bits<V>>(clamped);
+    const V a = Onnx::round_bf16(bit_cast<V>(words << 16), p), b = Onnx::round_bf16(bit_cast<V>(words & 0xFFFF0000u), p);
+    store_pair<bf16, N, false>(y + i, Onnx::value_of_signed(a, p), Onnx::value_of_signed(b, p));
+    bits |= lane_bits(from == bit_cast<I>(clamped)) << i % 32;
+  }
+  return bits;
+}
+
+// Whether one of 32 elements is NaN.
+FQ_INLINE bool any_nan(const bf16* x) {
+  using I = Vec<int16_t, 2 * kLanes>;
+  I largest{};
+#pragma GCC unroll 4
+  for (int i = 0; i < 32; i += 2 * kLanes) largest = larger(largest, I(load_raw<I>(x + i) & 0x7FFF));
+  return any_greater(largest, splat<I>(0x7F80));
+}
+
 template <class Rule, class T, class V, class Mask>
 FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<Rule, V>& params, int64_t parameter,
                                   Mask& out) {
@@ -68,7 +145,7 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
   Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   const auto p = params.one(parameter);
   // `step` for 32 elements. The stages are interleaved over several independent vectors to hide instruction latency.
-  const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
+  const auto step_32 = [&](int64_t i, auto has_ties) FQ_INLINE_LAMBDA {
     constexpr int K = 32 / N;
     V rounded[K], clamped[K];
     decltype(inside_lanes<Rule>(V{}, V{})) inside[K];
@@ -79,19 +156,38 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
     for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p);
 #pragma GCC unroll 16
     for (int k = 0; k < K; k += 2) {
-      store_pair<T, N>(y + i + k * N, Rule::value(clamped[k], p), Rule::value(clamped[k + 1], p));
+      store_pair<T, N, decltype(has_ties)::value>(y + i + k * N, Rule::value(clamped[k], p), Rule::value(clamped[k + 1], p));
       inside[k] = inside_lanes<Rule>(clamped[k], rounded[k]);
       inside[k + 1] = inside_lanes<Rule>(clamped[k + 1], rounded[k + 1]);
     }
     return Mask::kWanted ? bits_of_32<T, N>(inside) : 0u;
   };
   int64_t i = 0;
-  for (; i + 64 <= n; i += 64) {
-    const uint64_t low = step_32(i), high = step_32(i + 32);
-    mask.put_64(low | high << 32);
+  const auto steps = [&](auto has_ties) FQ_INLINE_LAMBDA {
+    for (; i + 64 <= n; i += 64) {
+      const uint64_t low = step_32(i, has_ties), high = step_32(i + 32, has_ties);
+      mask.put_64(low | high << 32);
+    }
+  };
+  if constexpr (kSame<T, bf16> && kHasLevels<Rule> && !kCompilesFast) {
+    if (n >= 1024 && !may_have_ties(p)) {
+      if constexpr (kSame<Rule, Onnx> && kHasFma) {
+        const Bf16Range range = bf16_range(p);
+        const auto step = [&](int64_t j) FQ_INLINE_LAMBDA {
+          return any_nan(x + j) ? step_32(j, Flag<true>{}) : clamped_step<V>(x + j, y + j, range, p);
+        };
+        for (; range.usable && i + 64 <= n; i += 64) {
+          const uint64_t first = step(i), second = step(i + 32);
+          mask.put_64(first | second << 32);
+        }
+      } else {
+        steps(Flag<false>{});
+      }
+    }
   }
+  steps(Flag<true>{});
   if (i + 32 <= n) {
-    mask.put(step_32(i), 32);
+    mask.put(step_32(i, Flag<true>{}), 32);
     i += 32;
   }
   for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p)), N);
@@ -165,6 +261,24 @@ FQ_INLINE int64_t e2m1_rows(const bf16* x, bf16* y, int64_t length, int64_t rows
   return sets * N;
 }
 
+// Quantizes a row of 32 elements. Returns the bits of its mask.
+template <class Rule, class T, class P, class Round>
+FQ_INLINE uint32_t row_of_32(const T* x, T* y, const P& p, int r, Round&& round) {
+  constexpr int N = kLanesOf<float>, K = 32 / N;
+  using V = Vec<float, N>;
+  decltype(inside_lanes<Rule>(V{}, V{})) inside[K];
+#pragma GCC unroll 8
+  for (int k = 0; k < K; k += 2) {
+    V v, w;
+    load_pair<N>(x + k * N, v, w);
+    const auto first = round(v, p, r), second = round(w, p, r);
+    store_pair<T, N>(y + k * N, Rule::value(first.clamped, p), Rule::value(second.clamped, p));
+    inside[k] = first.inside;
+    inside[k + 1] = second.inside;
+  }
+  return bits_of_32<T, N>(inside);
+}
+
 // Short rows with one scale each: groups and blocks. Does the same as run_with_one_scale with less work between rows. The
 // parameters of several rows are computed together. Quotients are divided: in groups with symmetric scales the largest
 // value is often at a tie, where the check of Onnx::round_all fails, and a branch that nothing predicts costs more.
@@ -187,6 +301,14 @@ FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end,
     }
     const auto several = params.per_element(row);
     const auto for_rows = [&](auto&& round) FQ_INLINE_LAMBDA {
+      if (Mask::kWanted && length == 32) {  // the bits of two rows are a word of the mask
+        for (int r = 0; r < N; r += 2, x += 64, y += 64) {
+          const uint64_t low = row_of_32<Rule>(x, y, lane<V>(several, r), r, round);
+          const uint64_t high = row_of_32<Rule>(x + 32, y + 32, lane<V>(several, r + 1), r + 1, round);
+          mask.put_64(low | high << 32);
+        }
+        return;
+      }
       for (int r = 0; r < N; ++r, x += length, y += length) {
         const auto p = lane<V>(several, r);
         int64_t i = 0;

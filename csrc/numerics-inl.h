@@ -141,6 +141,16 @@ struct Onnx {
     for (int k = 0; k < K; ++k) x[k] = without_negative_zero(nearest[k]);
   }
   template <class V> static FQ_INLINE V round_quotient(V t, const Params<V>&) { return without_negative_zero(rint(t)); }
+  // rint(x / s) for a bfloat16 x, possibly -0.0. With its 8 bits, the product with the reciprocal and one correction give
+  // the bits of the quotient, for all mantissas (kernels_test tries them). Nothing overflows, and what is subnormal rounds
+  // to 0, if `corrects` and the quotient is at most 2^60.
+  template <class V> static FQ_INLINE V round_bf16(V x, const Params<V>& p) {
+    const V q = x * p.inverse;
+    return rint(fma(fma(-q, p.scale, x), p.inverse, q));
+  }
+  static FQ_INLINE bool corrects(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
+  // Returns the value, which is 0.0 for -0.0.
+  template <class V> static FQ_INLINE V value_of_signed(V level, const Params<V>& p) { return fma(level, p.scale, V{}); }
   template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p) { return clamp_keep_nan(level, p); }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };

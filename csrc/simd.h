@@ -66,6 +66,13 @@ inline constexpr bool kCompilesFast = true;
 inline constexpr bool kCompilesFast = false;
 #endif
 
+// Whether fma() is one instruction.
+#if defined(__FMA__) || defined(__aarch64__)
+inline constexpr bool kHasFma = true;
+#else
+inline constexpr bool kHasFma = false;
+#endif
+
 // The type that arithmetic is done in: float64 for float64, float32 for everything else.
 template <class T> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
@@ -435,7 +442,9 @@ template <class I> FQ_INLINE I larger(I a, I b) { return a > b ? a : b; }
 template <class I> FQ_INLINE bool any_greater(I a, I b) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(I) == 64 && sizeof(Elem<I>) == 4) return _mm512_cmpgt_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)) != 0;
+  if constexpr (sizeof(I) == 64 && sizeof(Elem<I>) == 2) return _mm512_cmpgt_epi16_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)) != 0;
 #endif
+  if constexpr (sizeof(Elem<I>) == 2) return any_bit(a > b);
   return any_lane(a > b);
 }
 
@@ -453,6 +462,11 @@ template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16(Vec<float, N> v) {  
   const auto u = bit_cast<Vec<uint32_t, N>>(v);
   return u + 0x7FFFu + ((u >> 16) & 1u);
 }
+// The same for values of which none is halfway between two bfloat16 numbers.
+template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16_without_ties(Vec<float, N> v) {
+  return bit_cast<Vec<uint32_t, N>>(v) + 0x8000u;
+}
+template <class V> FQ_INLINE auto is_bf16_tie(V v) { return (bit_cast<Bits<V>>(v) & 0xFFFFu) == 0x8000u; }
 template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
   const Vec<uint32_t, N> rounded = rounded_to_bf16<N>(v) >> 16;
 #if defined(__AVX2__)
@@ -559,8 +573,11 @@ template <int N, class T> FQ_INLINE void load_pair(const T* p, Vec<Compute<T>, N
   }
 }
 
-template <class T, int N> FQ_INLINE void store_pair(T* p, Vec<Compute<T>, N> a, Vec<Compute<T>, N> b) {
-  if constexpr (kSame<T, bf16>) store_raw(p, rounded_to_bf16<N>(a) >> 16 | (rounded_to_bf16<N>(b) & 0xFFFF0000u));
+template <class T, int N, bool HasTies = true>
+FQ_INLINE void store_pair(T* p, Vec<Compute<T>, N> a, Vec<Compute<T>, N> b) {
+  if constexpr (kSame<T, bf16> && !HasTies) {
+    store_raw(p, rounded_to_bf16_without_ties<N>(a) >> 16 | (rounded_to_bf16_without_ties<N>(b) & 0xFFFF0000u));
+  } else if constexpr (kSame<T, bf16>) store_raw(p, rounded_to_bf16<N>(a) >> 16 | (rounded_to_bf16<N>(b) & 0xFFFF0000u));
   else {
     store<T, N>(p, a);
     store<T, N>(p + N, b);
