@@ -211,9 +211,9 @@ class QuantConfig(Shown):
     # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
     # less memory.
     save_codes: bool = True
-    # If "exact", linear layers, convolutions, recurrent layers and experts whose inputs and weights are codes of at most
-    # 8 bits add up products of integers without rounding, as runtimes do. Results are then the same on every machine.
-    # If "float", they add up products of floats.
+    # If "exact", linear layers, convolutions, recurrent layers and experts whose inputs and weights are codes of at
+    # most 8 bits add up products of integers without rounding, as runtimes do. Results are then the same on every
+    # machine. If "float", they add up products of floats.
     sums: Literal["exact", "float"] = "exact"
     # What the model is trained for: a runtime, such as "onnxruntime-x86", or "generic". docs/guides/export.md lists all
     # targets. Specs that the target cannot compute exactly are adapted to it.
