@@ -68,6 +68,24 @@ def test_inputs_without_the_rule_of_xnnpack_are_noticed(exported):
     assert not found.ok
 
 
+def test_relu6_of_sums_at_ties(tmp_path):
+    """The kernel limits codes. Every odd sum lies between two codes: a step of sums is half a step of results."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.ReLU6(), torch.nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randint(-3, 4, (16, 8)))
+        model[0].weight[:, 0] = 127  # the scale of weights is 1
+    x = torch.randint(0, 40, (500, 8)) * 0.05
+    x[:, 0] = 0
+    model = fq.calibrate(fq.prepare(model.eval(), recipes.int8(target="litert"), x), [x], progress=False)
+    for layer, scale in ((model[0], 0.05), (model[2], 0.1)):
+        layer.input_quantizer.scale.fill_(scale)
+        layer.input_quantizer.zero_point.zero_()
+    fq.export_litert(model, tmp_path / "m.tflite", x)
+    found = fq.verify(model, tmp_path / "m.tflite", [x])
+    assert [t.runtime_differ for t in found.tensors] == [0, 0, 0]
+
+
 def test_batches(exported):
     model, path, _ = exported("mlp", "int8")
     found = fq.verify(model, path, [DATA[0][:3], DATA[0]])
