@@ -1,4 +1,4 @@
-"""`smooth(insert=True)`: layers of a post-norm transformer multiply their inputs, because no norm can take the factors."""
+"""`smooth(insert=True)`: layers of a post-norm transformer multiply their inputs, as no norm can take the factors."""
 
 import copy
 
