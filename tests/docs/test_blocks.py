@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -77,7 +78,7 @@ def accuracy(model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that commands use: train.py, model.pt, quantized.pt, float.pt, model.onnx, examples and benchmarks."""
+    """The files that commands use: train.py, states, exported files, examples and benchmarks."""
     import torch
 
     import fakequant as fq
@@ -92,14 +93,16 @@ def folder(tmp_path_factory):
     for name in ("model.pt", "quantized.pt"):
         torch.save(model.state_dict(), folder / name)
     torch.save(names["make_float"]().state_dict(), folder / "float.pt")
-    fq.export_onnx(model, folder / "model.onnx", names["test_data"]()[0])
+    for name in ("model.onnx", "int8.onnx"):
+        fq.export_onnx(model, folder / name, names["test_data"]()[0])
     return folder
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(NOT_RUN_HERE) or c.endswith("--help")])
-def test_documented_commands_run(command, folder, monkeypatch, capsys):
+def test_documented_commands_run(command, folder, tmp_path, monkeypatch, capsys):
     words = shlex.split(command)
-    monkeypatch.chdir(folder)
+    shutil.copytree(folder, tmp_path / "copy", symlinks=True)  # commands overwrite what others read
+    monkeypatch.chdir(tmp_path / "copy")
     if words[:3] == ["python", "-m", "fakequant"]:
         words = words[2:]
     if words[0] == "fakequant":
