@@ -19,17 +19,17 @@ namespace {
 using at::Tensor;
 
 // The C library reuses smaller blocks itself.
-constexpr size_t kSmallest = size_t(1) << 20;
-constexpr size_t kLargest = size_t(1) << 25;
+constexpr size_t kSmallestBlock = size_t(1) << 20;
+constexpr size_t kLargestBlock = size_t(1) << 25;
 // What is kept for reuse in total, whether it is in use or not.
-constexpr size_t kKept = size_t(1) << 26;
+constexpr size_t kPooledBytes = size_t(1) << 26;
 
-struct Block {
+struct PooledBlock {
   c10::Storage storage;
   const void* data;
   c10::DeleterFnPtr deleter;
 
-  explicit Block(c10::Storage s)
+  explicit PooledBlock(c10::Storage s)
       : storage(std::move(s)), data(storage.data()), deleter(storage.data_ptr().get_deleter()) {}
 
   bool is_idle() const { return storage.use_count() == 1; }
@@ -39,13 +39,13 @@ struct Block {
   }
 };
 
-class Blocks {
+class Pool {
  public:
   std::optional<c10::Storage> take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     for (size_t i = blocks_.size(); i-- > 0;) {
       if (!blocks_[i].is_idle() || blocks_[i].storage.nbytes() != bytes) continue;
-      Block found = std::move(blocks_[i]);
+      PooledBlock found = std::move(blocks_[i]);
       blocks_.erase(blocks_.begin() + std::ptrdiff_t(i));
       if (!found.is_own(bytes)) continue;
       blocks_.push_back(found);  // the last is the one used last
@@ -57,37 +57,37 @@ class Blocks {
   void keep(const c10::Storage& storage) {
     const std::lock_guard lock(mutex_);
     size_t total = storage.nbytes();
-    for (const Block& block : blocks_) total += block.storage.nbytes();
-    for (size_t i = 0; i < blocks_.size() && total > kKept;) {
+    for (const PooledBlock& block : blocks_) total += block.storage.nbytes();
+    for (size_t i = 0; i < blocks_.size() && total > kPooledBytes;) {
       if (!blocks_[i].is_idle()) { ++i; continue; }
       total -= blocks_[i].storage.nbytes();
       blocks_.erase(blocks_.begin() + std::ptrdiff_t(i));
     }
-    if (total <= kKept) blocks_.emplace_back(storage);
+    if (total <= kPooledBytes) blocks_.emplace_back(storage);
   }
 
   void release() {
     const std::lock_guard lock(mutex_);
-    std::erase_if(blocks_, [](const Block& block) { return block.is_idle(); });
+    std::erase_if(blocks_, [](const PooledBlock& block) { return block.is_idle(); });
   }
 
  private:
   std::mutex mutex_;
-  std::vector<Block> blocks_;
+  std::vector<PooledBlock> blocks_;
 };
 
 // Never destroyed, because tensors may outlive it.
-Blocks& blocks() {
-  static auto* found = new Blocks;
+Pool& memory_pool() {
+  static auto* found = new Pool;
   return *found;
 }
 
 // Gives `t`, which has no memory yet, memory of its size.
 Tensor with_memory(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, size_t bytes) {
-  auto storage = blocks().take(bytes);
+  auto storage = memory_pool().take(bytes);
   if (!storage) {
     storage = at::empty({int64_t(bytes)}, at::kByte).storage();
-    blocks().keep(*storage);
+    memory_pool().keep(*storage);
   }
   Tensor t = at::detail::make_tensor<c10::TensorImpl>(
       std::move(*storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
@@ -99,7 +99,7 @@ Tensor with_memory(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarTyp
 
 Tensor reusable_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   const size_t bytes = size_t(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (bytes < kSmallest || bytes > kLargest) return at::empty(sizes, dtype);
+  if (bytes < kSmallestBlock || bytes > kLargestBlock) return at::empty(sizes, dtype);
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
   for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(sizes[i], 1)) strides[i] = step;
@@ -108,13 +108,13 @@ Tensor reusable_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Tensor reusable_empty_like(const Tensor& x, at::ScalarType dtype) {
   const size_t bytes = size_t(x.numel()) * c10::elementSize(dtype);
-  if (bytes < kSmallest || bytes > kLargest || !x.is_non_overlapping_and_dense())
+  if (bytes < kSmallestBlock || bytes > kLargestBlock || !x.is_non_overlapping_and_dense())
     return at::empty_like(x, x.options().dtype(dtype));
   return with_memory(x.sizes(), x.strides(), dtype, bytes);
 }
 
 nb::object empty_floats(const std::vector<int64_t>& sizes) { return wrap(reusable_empty(sizes, at::kFloat)); }
 
-void release_memory() { blocks().release(); }
+void release_memory() { memory_pool().release(); }
 
 }  // namespace fakequant::autograd
