@@ -97,17 +97,17 @@ def one_layer() -> float:
     return timed(partial(fq.ptq.gptq, model, data, progress=False))
 
 
-def llama(layers: int) -> nn.Module:
+def llama(layers: int, hidden: int = 1024, vocabulary: int = 32000) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=16,
-        vocab_size=32000,
+        vocab_size=vocabulary,
         use_cache=False,
         tie_word_embeddings=False,
     )
@@ -136,10 +136,9 @@ def resident() -> int:
 
 def memory_alone() -> None:
     """Prints the peak of the memory while `gptq` runs, over the size of the float weights."""
-    import transformers  # noqa: F401  # before the first figure
-
     data = tokens(16)
-    prepared(nn.Sequential(nn.Linear(32, 8)), [torch.ones(2, 32)], 4)  # libraries that are loaded late
+    small = [{"input_ids": torch.arange(64)[None]}]
+    fq.ptq.gptq(prepared(llama(2, 128, 64), small, 4), small, progress=False)  # loads all libraries
     before = resident()
     model = prepared(llama(8), data, 4)
     size = sum(p.nbytes for p in model.parameters())

@@ -178,6 +178,8 @@ class PairedRuns:
                     if product is not None:
                         is_same = other is not None and other.belongs_to(product)
                         yield Pair(path, product, other.value if is_same else None)
+            product = None  # whose result may be large, and is not needed while the next batch runs
+            found.clear()
 
     def module_calls(self, path: str) -> list[RecordedCall]:
         """Returns the calls of a module: its arguments in the model, and its results in the reference."""

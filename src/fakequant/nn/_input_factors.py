@@ -51,7 +51,11 @@ def scaled(layer: nn.Module, x: Tensor) -> Tensor:
 
 def scale_input(layer: Any, args: Any, kwargs: Any) -> Any:
     """The forward pre-hook of a layer with factors."""
-    return changed_inputs(layer, args, kwargs, lambda x: scaled(layer, x))
+    if isinstance(layer, nn.MultiheadAttention):
+        return changed_inputs(layer, args, kwargs, lambda x: scaled(layer, x))
+    if args:
+        return (scaled(layer, args[0]), *args[1:]), kwargs
+    return args, {name: scaled(layer, x) if name == "input" else x for name, x in kwargs.items()}
 
 
 def attach_factors(layer: AnyLayer) -> None:

@@ -28,7 +28,7 @@ _SWEEPS = 4
 # Inputs that are changed before the gradient of all others is updated, in one product.
 _BLOCK = 32
 # Weights that are worked on at once. It bounds the memory for large layers, whose outputs are independent.
-_ELEMENTS = 1 << 21
+_ELEMENTS = 1 << 20
 # By how much an error must be smaller to matter. At ties, float32 weights and scales decide by chance.
 _ROUNDING = 1e-5
 # As many matrices are worked on together. Of fewer, only the outputs that still change are.
@@ -150,6 +150,7 @@ def sums_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Laye
             one, other = x.transpose(1, 2), expected.transpose(1, 2)
             last = (x, expected, (one @ x, other @ x, other @ expected))
         sums.add(pair.quantized.part, last[2])
+        del pair  # so that its result is not kept while the next batch runs
     return {path: sums for path, sums in found.items() if sums is not None}
 
 

@@ -139,7 +139,7 @@ def smooth(
                 refresh_weights(changed)
                 recalibrate(model, stored_ranges(model, changed), batches, title)
     number = sum(isinstance(link, Insertion) for link in changed)
-    note = f"{number} multiplications of inputs were inserted." if number else None
+    note = f"Inserted multiplications of inputs: {number}." if number else None
     rows = _rows(layers_in_order(model, graph), found, trials, chosen)
     return Changes("smooth", "SQNR dB", rows, note)
 
