@@ -130,7 +130,8 @@ def test_exported_and_verified(target, tmp_path):
     }
     products = [node for node in nodes if node.op_type == "Mul" and constants & set(node.input)]
     # q, k and v share one, and its codes; GELU has products of its own.
-    assert sum("factors" in name for node in products for name in node.input) == int(changes.note.split()[-1].rstrip("."))
+    inserted = sum("factors" in name for node in products for name in node.input)
+    assert inserted == int(changes.note.split()[-1].rstrip("."))
 
 
 def test_the_methods_that_follow_see_the_product():
