@@ -242,8 +242,11 @@ def _take(model: nn.Module, state: State) -> None:
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found = state.get(name)
-        fits = isinstance(found, Tensor) and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-        tensor.data = found if fits and found.device == tensor.device else tensor.data.clone()
+        like = (tensor.shape, tensor.dtype, tensor.device)
+        if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == like:
+            tensor.data = found
+        else:
+            tensor.data = tensor.data.clone()
 
 
 def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> None:

@@ -97,7 +97,7 @@ def exact_product(
     added = bias() if found is None else getattr(layer, layer._fakequant.kind.bias_name).to(weight.dtype)
     if rows is not None:
         weight_grid = weight_grid.part(rows)
-        if found is not None:
+        if found is not None and added is not None:
             found, added = found._replace(codes=found.codes[rows]), added[rows]
     if settings is not None:
         image = x if isinstance(operator, ConvolutionCall) else _padded(layer, x)

@@ -18,12 +18,13 @@ from fakequant._prepare.attach import preparation
 from fakequant._prepare.flow_graph import Call, FlowGraph
 from fakequant._prepare.flow_state import save_flow
 from fakequant.nn._attention import MultiheadAttention
-from fakequant.nn._input_factors import FACTORS, attach_factors, has_factors, remove_factors
+from fakequant.nn._input_factors import attach_factors, has_factors, remove_factors
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._layers import Conv, Linear
 from fakequant.nn._own_forward import OwnForwardConv, OwnForwardLinear
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of, kind_of
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import FACTORS
 from fakequant.ptq._channels import number_of_inputs, parameters_of, reason_against_layer, scale_inputs
 from fakequant.ptq._links import Finder, Link, Links, is_norm
 from fakequant.ptq._rescaling import reason_against_new_range

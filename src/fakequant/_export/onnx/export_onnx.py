@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from fakequant._util.files import writing
 from fakequant._util.packages import require
 
 if TYPE_CHECKING:
-    from onnx_ir import Graph, Model, Node, Value
+    from onnx_ir import ExternalTensor, Graph, Model, Node, TensorProtocol, Value
 
 
 # The lowest opset with per-channel scales, and the highest one that is tested.
@@ -206,7 +206,7 @@ def _write(program: "Model", path: Path, data: Path | None = None) -> None:
             value.const_value = None
         ir.external_data.unload_from_model(program, data.parent, data.name, size_threshold_bytes=_SMALL)
         for value, first in repeated.items():
-            there = first.const_value
+            there = cast("ExternalTensor", first.const_value)
             value.const_value = ir.ExternalTensor(
                 there.location, there.offset, there.length, there.dtype,
                 shape=there.shape, name=value.name, base_dir=there.base_dir,
@@ -228,7 +228,7 @@ def _repeated(program: "Model") -> "dict[Value, Value]":
     for values in alike.values():
         first: dict[bytes, Value] = {}
         for value in values if len(values) > 1 else ():
-            array = np.ascontiguousarray(value.const_value.numpy())
+            array = np.ascontiguousarray(cast("TensorProtocol", value.const_value).numpy())
             earlier = first.setdefault(hashlib.sha256(array.view(np.uint8).data).digest(), value)
             if earlier is not value:
                 found[value] = earlier
