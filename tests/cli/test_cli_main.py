@@ -176,7 +176,7 @@ def test_extras_in_error_messages_install_the_packages_they_name():
     file = Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
     for module, extra in output.EXTRAS.items():
-        package = {"sklearn": "scikit-learn"}.get(module, module)
+        package = {"sklearn": "scikit-learn"}.get(module, module.replace("_", "-"))
         assert any(re.match(rf"{package}\b", requirement) for requirement in _all_requirements(extras, extra)), module
 
 

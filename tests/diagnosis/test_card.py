@@ -1,5 +1,6 @@
 """`card`: float beside exported files, in one table."""
 
+import copy
 import json
 
 import pytest
@@ -63,7 +64,7 @@ def test_scores_are_those_of_the_users_function(made):
     assert [row.score for row in found.rows] == expected
     assert expected[0] != expected[1]
     assert [row.agreement for row in found.rows] == [None] * 3
-    assert found.notes[0] == "float: the model that was given"
+    assert found.rows[0].name == "float"
     assert all(not row.latencies and row.training_step is None for row in found.rows)
 
 
@@ -93,10 +94,10 @@ def test_files_have_bytes_times_shares_and_a_verdict(made, timed):
 
 def test_card_is_text_html_markdown_and_json(timed):
     text, markdown = str(timed), timed.to_markdown("Int8")
-    header = ["model", "runtime", "agrees with float", "SQNR dB", "bytes", "ms, 1 thread", "in integers", "verify"]
+    header = ["model", "runtime", "agreement", "SQNR dB", "bytes", "ms, 1 thread", "in integers", "verify"]
     assert [cell.strip() for cell in text.splitlines()[0].split("|")] == [*header, "training step"]
     names = [line.split("|")[0].strip() for line in text.splitlines()[2:6]]
-    assert names == ["float", "prepared", "float", "model.onnx"]
+    assert names == ["without quantizers", "prepared", "float", "model.onnx"]
     lines = markdown.splitlines()
     assert lines[0] == "## Int8"
     assert {line.count("|") for line in lines if line.startswith("|")} == {10}
@@ -104,6 +105,38 @@ def test_card_is_text_html_markdown_and_json(timed):
     assert timed.to_html() == timed._repr_html_()
     assert timed.to_html().count("<tr>") == 5
     assert json.loads(json.dumps(timed.to_dict()))["rows"][2]["verified"] is True
+
+
+def test_weights_that_ptq_has_changed_are_not_called_float(tmp_path):
+    torch.manual_seed(0)
+    floats = Named()
+    model = fq.prepare(copy.deepcopy(floats), recipes.int4_weight_only(2, target="onnxruntime-x86"), X)
+    model = fq.calibrate(model, BATCHES, progress=False)
+    fq.ptq.gptq(model, BATCHES, progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", X)
+    settings = {"accuracy_level": 1, "seconds": 0}
+    alone = fq.card(model, tmp_path / "model.onnx", BATCHES, **settings)
+    given = fq.card(model, tmp_path / "model.onnx", BATCHES, float_model=floats, **settings)
+    assert [card.rows[0].name for card in (alone, given)] == ["without quantizers", "float"]
+    assert alone.notes[0].startswith("without quantizers: weights that training or ptq has changed stay changed")
+    assert given.rows[2].sqnr < 60 < alone.rows[2].sqnr
+
+
+def test_a_card_runs_files_at_the_level_of_its_verdict(tmp_path):
+    # The default level rounds the inputs of weight-only layers.
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model = fq.prepare(model, recipes.int4_weight_only(32, target="onnxruntime-x86"), torch.ones(1, 64))
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    model = fq.calibrate(model, [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    cards = [
+        fq.card(model, tmp_path / "model.onnx", [x], float_model=fq.unprepare(copy.deepcopy(model)), **level, seconds=0)
+        for level in ({}, {"accuracy_level": 1})
+    ]
+    assert [card.ok for card in cards] == [False, True]
+    assert abs(cards[1].rows[2].sqnr - cards[1].rows[1].sqnr) < 1e-3 < abs(cards[0].rows[2].sqnr - cards[0].rows[1].sqnr)
+    with pytest.raises(ValueError, match="accuracy_level"):
+        fq.card(model, tmp_path / "model.onnx", [x], accuracy_level=2)
 
 
 def test_a_file_that_is_not_ok_is_named(timed, monkeypatch):

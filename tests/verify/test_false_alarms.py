@@ -203,7 +203,9 @@ def test_the_largest_magnitude_of_a_token_may_be_rounded_either_way(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 12, 1), nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 12), nn.Conv2d(12, 2, 2))
     x = torch.randint(-8, 9, (24, 8, 7, 7), generator=torch.Generator().manual_seed(0)) / 4
-    model = fq.calibrate(fq.prepare(model, recipes.int8_dynamic(), x), [x], progress=False).eval()
+    # With exact sums, the prepared and the golden model agree here.
+    config = dataclasses.replace(recipes.int8_dynamic(), sums="float")
+    model = fq.calibrate(fq.prepare(model, config, x), [x], progress=False).eval()
     found = verified(model, x, tmp_path)
     assert sum(t.prepared_differ for t in found.tensors) > 0
 

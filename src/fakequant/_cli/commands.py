@@ -359,16 +359,20 @@ def add_verify(commands: Commands) -> None:
     add_prepared(parser)
     add_steps(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, help="the runtime (default: the runtime of the file's target)")
+    add_accuracy_level(parser)
+    parser.add_argument(
+        "--time", action="store_true", help="also measure the time for the first batch, compared with the float model"
+    )
+    parser.add_argument("--threads", metavar="N", type=whole_number(1), help="with --time: use N threads (default: 1)")
+
+
+def add_accuracy_level(parser: Parser) -> None:
     parser.add_argument(
         "--accuracy-level",
         metavar="N",
         type=whole_number(1),
         help="1 if the runtime will not round the float inputs of weight-only layers; fakequant.verify says how",
     )
-    parser.add_argument(
-        "--time", action="store_true", help="also measure the time for the first batch, compared with the float model"
-    )
-    parser.add_argument("--threads", metavar="N", type=whole_number(1), help="with --time: use N threads (default: 1)")
 
 
 def run_verify(options: argparse.Namespace) -> Answer:
@@ -427,7 +431,8 @@ def add_card(commands: Commands) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", help="a file or folder that an exporter wrote")
     add_prepared(parser)
     add_evaluate(parser)
-    add_float(parser, "the float model (default: the model without quantizers)")
+    add_float(parser, "the float model (default: MODEL with --recipe, otherwise the prepared model without quantizers)")
+    add_accuracy_level(parser)
     parser.add_argument(
         "--threads", metavar="N", type=whole_number(1), action="append", help="may be repeated (default: 1)"
     )
@@ -446,6 +451,8 @@ def run_card(options: argparse.Namespace) -> Answer:
     first, data = _first(options.data, load_data(options.data))
     model = prepared_model(options, first)
     float_model = find_float(options)
+    if float_model is None and options.recipe:
+        float_model = load_model(options.model)
     from fakequant._diagnosis.card import card
 
     found = card(
@@ -454,6 +461,7 @@ def run_card(options: argparse.Namespace) -> Answer:
         data,
         evaluate,
         float_model=float_model,
+        accuracy_level=options.accuracy_level,
         threads=options.threads or [1],
         seconds=0.0 if options.no_time else 1.0,
         steps=options.steps,

@@ -25,23 +25,24 @@ from fakequant._prepare.prepare import unprepare
 from fakequant._runtimes.session import Session, open_file, session_for
 from fakequant._util.shown import Shown
 from fakequant._util.text import table
+from fakequant._verify.file_of_model import check_accuracy_level
 from fakequant._verify.latency import Latency, latencies
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.testing.timing import Contender, best_times
 
-_FLOAT, _PREPARED = "float", "prepared"
+_FLOAT, _UNQUANTIZED, _PREPARED = "float", "without quantizers", "prepared"
 
 
 @dataclasses.dataclass(kw_only=True)
 class CardRow:
     """A model: float, prepared, or an exported file. A field is None if it does not apply, or is not known."""
 
-    # "float", "prepared", or the name of the file.
+    # "float", "without quantizers" if no float model was given, "prepared", or the name of the file.
     name: str
     # What the given function returned for it.
     score: float | None = None
-    # The share of rows with the same argmax as in the float model, and the SQNR of all results, in dB.
+    # The share of rows with the same argmax as in the model of the first row, and the SQNR of all results, in dB.
     agreement: float | None = None
     sqnr: float | None = None
     # The size of parameters and buffers, or of the file. None for the prepared model, which is never stored like this.
@@ -137,7 +138,7 @@ class Card(Shown):
             ("model", lambda row: row.name),
             ("runtime", lambda row: row.runtime or "torch"),
             ("score", lambda row: _number(row.score)),
-            ("agrees with float", lambda row: "" if row.agreement is None else f"{row.agreement:.2%}"),
+            ("agreement", lambda row: "" if row.agreement is None else f"{row.agreement:.2%}"),
             ("SQNR dB", lambda row: "" if row.sqnr is None else f"{row.sqnr:.2f}"),
             ("bytes", lambda row: "" if row.bytes is None else f"{row.bytes:,}"),
             *((f"ms, {_counted(n, 'thread')}", partial(_time, threads=n)) for n in threads),
@@ -183,13 +184,14 @@ def card(
     evaluate: Callable[[nn.Module], float] | None = None,
     *,
     float_model: nn.Module | None = None,
+    accuracy_level: int | None = None,
     threads: int | Sequence[int] = 1,
     seconds: float = 1.0,
     steps: int | None = None,
 ) -> Card:
     """Measures a quantized model and its exported files, and puts the float model beside each of them.
 
-    The card has the score, or without one the agreement with the float model; the bytes of files; the time of the first
+    The card has the score, or without one the agreement with the float model (its first row); the bytes of files; the time of the first
     batch in the runtime of each file, beside that of the float model in the same runtime; the share of multiplications
     that run in integers; the verdict of `verify`; and the time of a training step relative to the float model.
 
@@ -200,8 +202,9 @@ def card(
         evaluate: A function that takes a model and returns a score, such as the accuracy. It is called with the float
             model, the prepared model, and for each file with a module that runs the file and returns what the model
             returns. If None, the results of `data` are compared with those of the float model.
-        float_model: The float model. If None, the prepared model without its quantizers, which has the weights that
-            were trained with them.
+        float_model: The float model. If None, the first row is the prepared model without its quantizers. That is not
+            the float model any more if training or a method of `ptq` has changed the weights.
+        accuracy_level: As in `verify`: 1 if the runtime will not round the float inputs of weight-only layers.
         threads: The number of threads of the runtimes, or several.
         seconds: How long to measure times, for each file and number of threads. 0 to measure no times.
         steps: The number of batches of `data` to use; None for all.
@@ -219,7 +222,7 @@ def card(
     ...     written = fq.export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
     ...     found = fq.card(model, f"{folder}/model.onnx", [torch.randn(8, 4)], seconds=0.01)
     >>> found.ok, [row.name for row in found.rows], found.rows[2].share
-    (True, ['float', 'prepared', 'model.onnx'], 1.0)
+    (True, ['without quantizers', 'prepared', 'model.onnx'], 1.0)
     """
     check_module(model)
     check_steps(steps)
@@ -231,32 +234,39 @@ def card(
     batches = list(islice(as_batches(data), steps))
     if not batches:
         raise ValueError("`data` has no batches.")
+    check_accuracy_level(accuracy_level)
     if float_model is None:
-        floats, whose = unprepare(copy.deepcopy(model)), "the weights of the prepared model, without quantizers"
+        floats, name = unprepare(copy.deepcopy(model)), _UNQUANTIZED
     else:
         check_module(float_model, "float_model")
-        floats, whose = float_model, "the model that was given"
-    measure = _Measure(model, floats, batches, evaluate, counts, seconds)
-    rows = [measure.torch_row(_FLOAT, floats), measure.torch_row(_PREPARED, model)]
+        floats, name = float_model, _FLOAT
+    measure = _Measure(model, floats, batches, evaluate, counts, seconds, accuracy_level)
+    rows = [measure.torch_row(name, floats), measure.torch_row(_PREPARED, model)]
     rows += [measure.file_row(path) for path in paths]
     if seconds:
         rows[0].training_step, rows[1].training_step = measure.training_steps()
-    return Card(rows, [f"float: {whose}", *_conditions(rows, batches)])
+    return Card(rows, _conditions(rows, batches))
 
 
 def _conditions(rows: list[CardRow], batches: list[Any]) -> list[str]:
     """Returns what the numbers of a card depend on."""
     lines = []
+    first = rows[0].name
+    if first == _UNQUANTIZED:
+        lines.append(
+            f"{first}: weights that training or ptq has changed stay changed. Give the float model to compare with that"
+        )
     timed = next((row.latencies[0] for row in rows if row.latencies), None)
     if timed is not None:
         shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in timed.shapes)
         lines.append(f"times: medians, of a batch of {shapes}, the file and the float model in turns")
     if any(row.training_step for row in rows):
         lines.append(
-            f"training step: in torch with {_counted(torch.get_num_threads(), 'thread')}, relative to the float model"
+            f"training step: in torch with {_counted(torch.get_num_threads(), 'thread')}, relative to the first row"
         )
     if any(row.agreement is not None for row in rows):
-        lines.append(f"agrees with float: rows with the same argmax, in {_counted(len(batches), 'batch', 'batches')}")
+        number = _counted(len(batches), "batch", "batches")
+        lines.append(f"agreement: rows with the same argmax as in the first row of the table, in {number}")
     lines.append(f"fakequant {version('fakequant')}, torch {torch.__version__}, kernels for {_native.target()}")
     return lines
 
@@ -272,9 +282,10 @@ class _Measure:
         evaluate: Callable[[nn.Module], float] | None,
         threads: list[int],
         seconds: float,
+        accuracy_level: int | None,
     ) -> None:
         self.model, self.floats, self.batches, self.evaluate = model, floats, batches, evaluate
-        self.threads, self.seconds = threads, seconds
+        self.threads, self.seconds, self.accuracy_level = threads, seconds, accuracy_level
 
     def torch_row(self, name: str, model: nn.Module) -> CardRow:
         """Returns the row of a model in torch."""
@@ -286,7 +297,7 @@ class _Measure:
 
     def file_row(self, path: str | os.PathLike[str]) -> CardRow:
         """Returns the row of a file, in its runtime."""
-        found = verify(self.model, path, self.batches)
+        found = verify(self.model, path, self.batches, accuracy_level=self.accuracy_level)
         session = session_for(path)
         opened = open_file(path, threads=self.threads[0])
         row = CardRow(
@@ -298,10 +309,16 @@ class _Measure:
                 "results"
             )
             return row
-        self._score(row, _FileModel(opened, self.model, self.batches[0]))
+        self._score(row, _FileModel(opened, self.model, self.batches[0], exact_level=self.accuracy_level is not None))
         if self.seconds:
             row.latencies, row.float_bytes = latencies(
-                self.model, path, self.batches[0], self.threads, runtime=session.key, seconds=self.seconds
+                self.model,
+                path,
+                self.batches[0],
+                self.threads,
+                runtime=session.key,
+                seconds=self.seconds,
+                accuracy_level=self.accuracy_level,
             )
         return row
 
@@ -357,19 +374,21 @@ def agreement(floats: nn.Module, model: nn.Module, batches: Iterable[Any]) -> tu
 class _FileModel(nn.Module):
     """An exported file as a module: its results have the structure of the model's."""
 
-    def __init__(self, file: Session, model: nn.Module, batch: Any) -> None:
+    def __init__(self, file: Session, model: nn.Module, batch: Any, *, exact_level: bool) -> None:
         super().__init__()
-        self._file = file
+        args, kwargs = call_arguments(model, batch)
+        file.find_kernels(args, kwargs)  # which also finds the layers whose inputs are rounded
+        self._run = file.results_at(exact_level=exact_level)
         # So that code that asks a parameter for its device finds one.
         self.device_of_file = nn.Parameter(torch.empty(0), requires_grad=False)
         with torch.no_grad(), evaluating(model):
-            args, kwargs = copied(*call_arguments(model, batch))
+            args, kwargs = copied(args, kwargs)
             self._result = model(*args, **kwargs)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the file."""
-        found = self._file.run_unwatched(args, kwargs)
+        found = self._run(args, kwargs) or []
         return with_tensors(self._result, iter([_tensor(array) for array in found]))
 
 

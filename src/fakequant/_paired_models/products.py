@@ -147,8 +147,14 @@ def watching_products(layers: list[AnyLayer], see: Callable[[AnyLayer, LayerProd
 def _spying_compute(record: Any, see: Callable[[AnyLayer, LayerProduct], None]) -> Callable[..., Tensor]:
     compute = type(record).compute
 
+    # `operator` already belongs to `groups`.
     def spying(
-        layer: AnyLayer, operator: Operator, input: Tensor, operands: Any = None, weight: Tensor | None = None
+        layer: AnyLayer,
+        operator: Operator,
+        input: Tensor,
+        operands: Any = None,
+        weight: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> Tensor:
         def spy(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             product = _seen(operator, input, x, weight, bias)

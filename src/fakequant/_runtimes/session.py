@@ -133,6 +133,13 @@ class Session:
         """Returns the results with the rounding that `rounded` is about. None if there is none."""
         return None
 
+    def results_at(self, *, exact_level: bool) -> Callable[[Args, Kwargs], list[Array] | None]:
+        """Returns the function that runs only the file.
+
+        With `exact_level`, the runtime is kept from rounding the float inputs of the layers in `rounded`.
+        """
+        return self.run_unwatched if exact_level or not self.rounded else self.run_with_rounding
+
     def read_one_by_one(self) -> bool:
         """Makes runs read the codes of one quantizer at a time. Returns False if nothing changes."""
         return False
@@ -149,16 +156,12 @@ class Session:
         *,
         threads: int,
         seconds: float,
-        is_exact_level: bool,
+        exact_level: bool,
     ) -> tuple[list[float], list[float]]:
-        """Runs this file and another one in turns, and returns the times of both, in seconds per call.
-
-        `is_exact_level` says whether the runtime is kept from rounding the float inputs of the layers in `rounded`.
-        """
-        run = self.run_unwatched if is_exact_level or not self.rounded else self.run_with_rounding
+        """Runs this file and another one in turns, and returns the times of both, in seconds per call."""
         opened = type(self)(other, threads)
         contenders: dict[str, Contender] = {
-            "this": partial(run, args, kwargs),
+            "this": partial(self.results_at(exact_level=exact_level), args, kwargs),
             "other": partial(opened.run_unwatched, args, kwargs),
         }
         times = all_times(contenders, seconds=seconds)

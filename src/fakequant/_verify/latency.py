@@ -176,8 +176,8 @@ def latencies(
             if float_file is None:
                 float_file = write_float(model, args, kwargs, file, Path(folder))
                 size = size_of(Path(folder))
-            is_exact = accuracy_level is not None
-            times = file.times_with(float_file, args, kwargs, threads=number, seconds=seconds, is_exact_level=is_exact)
+            exact = accuracy_level is not None
+            times = file.times_with(float_file, args, kwargs, threads=number, seconds=seconds, exact_level=exact)
             found.append(_latency(model, golden, file, number, (args, kwargs), *times))
     return found, size
 
