@@ -1,7 +1,9 @@
-"""The command `ptq`."""
+"""The command `ptq`, and the way from `check` to a verified file with commands alone."""
 
 import json
+import shlex
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -47,8 +49,14 @@ ARGUMENTS = ["ptq", "script.py:make", "script.py:batches", "--recipe", "script.p
 def test_ptq_shows_the_model_before_and_after_each_method(here, capsys):
     assert main([*ARGUMENTS, "--method", "gptq", "--method", "correct_bias", "--evaluate", "script.py:score"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[0].strip() for line in lines[2:]] == ["float", "nearest", "+ gptq", "+ correct_bias"]
+    assert [line.split("|")[0].strip() for line in lines[2:6]] == ["float", "nearest", "+ gptq", "+ correct_bias"]
     assert lines[0].split() == ["model", "|", "SQNR", "dB", "|", "score", "|", "seconds"]
+
+
+def make():
+    scope: dict = {}
+    exec(SCRIPT, scope)
+    return scope["make"]()
 
 
 def test_ptq_saves_a_state_that_a_prepared_model_loads(here, capsys):
@@ -88,15 +96,14 @@ def test_steps_limit_the_batches_that_are_read(here, capsys):
 
 
 def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
-    scope: dict = {}
-    exec(SCRIPT, scope)
-    torch.save(scope["make"]().state_dict(), "float.pt")
+    torch.save(make().state_dict(), "float.pt")
     assert main([*ARGUMENTS[:3], "--state", "float.pt", "--target", "onnxruntime-x86"]) == 0
     assert "+ adaround" in capsys.readouterr().out
 
 
-def test_all_methods_can_be_named():
+def test_all_methods_and_recipes_can_be_named():
     assert set(commands._METHODS) == set(METHODS)
+    assert {*commands.RECIPES, "lsq"} == set(fq.recipes.__all__)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,75 @@ def test_a_model_goes_from_ptq_to_a_verified_file_without_a_script(here, capsys)
     assert "different in the file" in capsys.readouterr().err
 
 
+def next_lines(capsys):
+    """Returns the commands that the last one ends with, as arguments of `main`."""
+    return [shlex.split(line)[1:] for line in capsys.readouterr().out.partition("next:\n\n")[2].splitlines()]
+
+
+def test_check_and_ptq_end_with_the_commands_to_type_next(here, capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert main(["check", "script.py:make", "script.py:batches"]) == 0
+    (ptq,) = next_lines(capsys)
+    assert ptq == ["ptq", "script.py:make", "script.py:batches", "--recipe", "int8", "--out", "quantized.pt"]
+    assert main(ptq) == 0
+    export, verify, card = next_lines(capsys)
+    assert main(export) == 0
+    assert main([*verify, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))["target"] == "onnxruntime-x86"
+    assert main([*card, "--no-time"]) == 0
+
+
+def test_the_next_commands_have_the_arguments_that_were_given(here, capsys):
+    torch.save(make().state_dict(), "float one.pt")
+    own = ["--target", "xnnpack", "--method", "gptq", "--method", "correct_bias", "--state", "float one.pt"]
+    own = [*ARGUMENTS, *own, "--evaluate", "script.py:score", "--steps", "1"]
+    assert main(own) == 0
+    again, export, verify, card = next_lines(capsys)
+    assert sorted(again) == sorted([*own, "--out", "quantized.pt"])
+    prepared = [*RECIPE, "--target", "xnnpack", "--state", "quantized.pt"]
+    model, data = own[1:3]
+    assert export == ["export", model, data, "model.pte", *prepared]
+    assert verify == ["verify", model, "model.pte", data, *prepared, "--steps", "1"]
+    floats = ["--float", model, "--float-state", "float one.pt"]
+    assert card == [
+        "card", model, data, "model.pte", *prepared, *floats, "--evaluate", "script.py:score", "--steps", "1"
+    ]  # fmt: skip
+
+
+LANGUAGE_MODEL = """
+import torch, transformers
+def make():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).eval()
+def texts():
+    return [{"input_ids": torch.arange(1, 17).reshape(2, 8)}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "name"),
+    [
+        ("gguf", ["--recipe", "gguf"], "model.gguf"),
+        ("compressed_tensors", ["--recipe", "fp8_block", "--target", "compressed-tensors"], "model"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_a_language_model_goes_from_ptq_to_a_file(package, options, name, here, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip(package)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    (here / "language.py").write_text(LANGUAGE_MODEL)
+    start = ["ptq", "language.py:make", "language.py:texts", *options, "--method", "gptq", "--out", "q.pt"]
+    assert main(start) == 0
+    export, verify, _ = next_lines(capsys)
+    assert export[3] == name
+    assert main(export) == 0
+    if package == "compressed_tensors" or find_spec("cyllama"):
+        assert main(verify) == 0
+
+
 @pytest.mark.parametrize(
     ("target", "name", "integers"), [("xnnpack", "model.pte", "1 of 2"), ("litert", "model.tflite", "1 of 2")]
 )
@@ -155,7 +231,7 @@ def test_export_writes_what_the_target_reads(target, name, integers, here, capsy
         (["--target", "xnnpack"], "--target is for float models; use it with --recipe"),
         ([*RECIPE, "--base", "float.gguf"], "--base is for GGUF files"),
         (RECIPE, "not calibrated"),
-        ([], "not prepared"),
+        ([], "script.py:make is not prepared; add the --recipe and --target of `fakequant ptq`"),
         ([*RECIPE, "--state", "none.pt"], "There is no file 'none.pt'"),
     ],
     ids=str,

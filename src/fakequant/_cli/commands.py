@@ -4,6 +4,7 @@ import argparse
 import copy
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
@@ -38,12 +39,17 @@ PACKAGES = tuple(
         "safetensors", "peft", "lightning", "triton", "matplotlib", "scikit-learn",
     ))
 )  # fmt: skip
-# Not for the integer kernels of a target.
-FLOAT_RECIPES = ("fp8", "mxfp8", "mxfp4_weight_only", "nvfp4")
-RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8", *FLOAT_RECIPES)
+# The names of `fakequant.recipes`. Those not for integer kernels have a target of their own.
+_INTEGER_RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8")
+_OTHER_RECIPES = ("fp8", "fp8_block", "mxfp8", "mxfp4_weight_only", "nvfp4", "nvfp4_weight_only", "gguf")
+RECIPES = (*_INTEGER_RECIPES, *_OTHER_RECIPES)
 ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
+# The defaults of `check` and `ptq`, and the target of integer recipes in every command.
+_RECIPE, _TARGET = "int8", "onnxruntime-x86"
 # The names of `fakequant.ptq._try_methods.METHODS`, which needs torch.
 _METHODS = ("equalize", "smooth", "correct_bias", "adaround", "gptq")
+# The state that the commands to type next write and read.
+_STATE = "quantized.pt"
 
 
 # --- without a model --------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ def run_summary(options: argparse.Namespace) -> Answer:
             raise UsageError(f"{options.model} is already prepared; remove --recipe")
         example = None if options.data is None else next(iter(load_data(options.data)))
         try:
-            model = prepare(copy.deepcopy(model), find_recipe(options.recipe), example)
+            model = prepare(copy.deepcopy(model), find_config(options), example)
         except MissingExampleError as error:
             raise UsageError(
                 f"{options.recipe} needs batches, of which the first shows how data flows through the model; add "
@@ -141,7 +147,7 @@ def run_summary(options: argparse.Namespace) -> Answer:
 
 
 def add_recipe(parser: Parser, words: str, default: str | None = None) -> None:
-    """Adds the option that names a recipe. `words` say what it is for."""
+    """Adds the options that name a recipe and its target. `words` say what the recipe is for."""
     shown = "" if default is None else f" (default: {default})"
     parser.add_argument(
         "--recipe",
@@ -149,6 +155,11 @@ def add_recipe(parser: Parser, words: str, default: str | None = None) -> None:
         type=recipe_name,
         default=default,
         help=f"{words}: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig{shown}",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help=f"what the model will run on (default: {_TARGET} for integer recipes, otherwise the target of the recipe)",
     )
 
 
@@ -159,13 +170,24 @@ def recipe_name(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected {ALL_RECIPES} or FILE.py:NAME, got {text!r}")
 
 
-def find_recipe(recipe: str) -> "QuantConfig":
-    """Returns the config of a recipe."""
+def find_config(options: argparse.Namespace) -> "QuantConfig":
+    """Returns the config that the options of `add_recipe` describe."""
+    recipe, target = options.recipe, options.target
     if ":" in recipe:
-        return load_config(recipe)
-    from fakequant import recipes
+        config = load_config(recipe)
+    else:
+        from fakequant import recipes
 
-    return recipes.lsq(int(recipe[3:])) if recipe.startswith("lsq") else getattr(recipes, recipe)()
+        config = recipes.lsq(int(recipe[3:])) if recipe.startswith("lsq") else getattr(recipes, recipe)()
+        target = target or (None if recipe in _OTHER_RECIPES else _TARGET)
+    return dataclasses.replace(config, target=target or config.target)
+
+
+def given(options: argparse.Namespace, *names: str) -> list[str]:
+    """Returns options as words of a command line, without those that have no value."""
+    values = ((name, getattr(options, name)) for name in names)
+    several = ((name, value if isinstance(value, list) else [value]) for name, value in values if value is not None)
+    return [word for name, found in several for value in found for word in (f"--{name}", str(value))]
 
 
 def add_check(commands: Commands) -> None:
@@ -180,10 +202,7 @@ def add_check(commands: Commands) -> None:
     )
     add_model(parser, prepared="a float model")
     add_data(parser, words=", of which the first is used")
-    add_recipe(parser, "how to quantize", default="int8")
-    parser.add_argument(
-        "--target", metavar="TARGET", help="what the model will run on (default: onnxruntime-x86 for integer recipes)"
-    )
+    add_recipe(parser, "how to quantize", _RECIPE)
 
 
 def run_check(options: argparse.Namespace) -> Answer:
@@ -192,10 +211,10 @@ def run_check(options: argparse.Namespace) -> Answer:
     example = next(iter(load_data(options.data)))
     from fakequant._diagnosis.check import check
 
-    config = find_recipe(options.recipe)
-    has_own_target = ":" in options.recipe or options.recipe in FLOAT_RECIPES
-    target = options.target or (config.target if has_own_target else "onnxruntime-x86")
-    found = check(model, example, dataclasses.replace(config, target=target))
+    found = check(model, example, find_config(options))
+    if found.ok:
+        words = [options.model, options.data, *given(options, "recipe", "target"), "--out", _STATE]
+        found.next = shlex.join(["fakequant", "ptq", *words])
     return Answer(str(found), found.to_dict(), 0 if found.ok else 1)
 
 
@@ -213,8 +232,7 @@ def add_ptq(commands: Commands) -> None:
     )
     add_model(parser, prepared="a float model")
     add_data(parser, words=", with or without labels")
-    add_recipe(parser, "how to quantize", default="w4a8")
-    parser.add_argument("--target", metavar="TARGET", help="what the model will run on (default: the recipe's target)")
+    add_recipe(parser, "how to quantize", _RECIPE)
     parser.add_argument(
         "--method",
         metavar="METHOD",
@@ -249,9 +267,7 @@ def run_ptq(options: argparse.Namespace) -> Answer:
     model = load_model(options.model, options.state, prepared=False)
     data = load_data(options.data)
     evaluate = find_evaluate(options.evaluate)
-    config = find_recipe(options.recipe)
-    if options.target:
-        config = dataclasses.replace(config, target=options.target)
+    config = find_config(options)
     import torch
 
     from fakequant.ptq._try_methods import try_methods
@@ -267,7 +283,25 @@ def run_ptq(options: argparse.Namespace) -> Answer:
     )
     if options.out:
         torch.save(quantized.state_dict(), options.out)
-    return Answer(str(trial), trial.to_dict())
+    following = _after_ptq(options, f"model{find_target(config.target).runtime.suffix}")
+    return Answer(f"{trial}\n\nnext:\n\n{following}", {**trial.to_dict(), "next": following})
+
+
+def _after_ptq(options: argparse.Namespace, file: str) -> str:
+    """Returns the commands that write, verify and show the model as `file`."""
+    model, data, recipe = options.model, options.data, given(options, "recipe", "target")
+    state, steps, evaluate = options.out or _STATE, given(options, "steps"), given(options, "evaluate")
+    prepared = [*recipe, "--state", state]
+    floats = ["--float", model, "--float-state", options.state] if options.state else []
+    lines = [
+        ["export", model, data, file, *prepared],
+        ["verify", model, file, data, *prepared, *steps],
+        ["card", model, data, file, *prepared, *floats, *evaluate, *steps],
+    ]
+    if not options.out:  # nothing was saved
+        again = given(options, "method", "state")
+        lines.insert(0, ["ptq", model, data, *recipe, *again, *evaluate, *steps, "--out", state])
+    return "\n".join(shlex.join(["fakequant", *line]) for line in lines)
 
 
 # --- what a prepared model computes -----------------------------------------------------------------
@@ -277,23 +311,25 @@ def add_prepared(parser: Parser) -> None:
     """Adds the options that make a prepared model: a state, and a recipe for float models."""
     add_state(parser)
     add_recipe(parser, "prepare a float model like this, as `fakequant ptq` did; the state is then loaded into it")
-    parser.add_argument("--target", metavar="TARGET", help="with --recipe: what the model will run on")
 
 
 def prepared_model(options: argparse.Namespace, first: Any) -> "nn.Module":
     """Returns the prepared model that the options of `add_prepared` describe. `first` shows how data flows."""
-    if options.recipe is None:
-        if options.target:
-            raise UsageError("--target is for float models; use it with --recipe")
-        return load_model(options.model, options.state)
+    if options.recipe is None and options.target:
+        raise UsageError("--target is for float models; use it with --recipe")
     model = load_model(options.model)
     from fakequant._prepare.attach import is_prepared
     from fakequant._prepare.prepare import prepare
 
+    if options.recipe is None:
+        if not is_prepared(model):
+            raise UsageError(f"{options.model} is not prepared; add the --recipe and --target of `fakequant ptq`")
+        if options.state:
+            load_state(model, options.state)
+        return model
     if is_prepared(model):
         raise UsageError(f"{options.model} is already prepared; remove --recipe")
-    config = find_recipe(options.recipe)
-    model = prepare(model, dataclasses.replace(config, target=options.target or config.target), first)
+    model = prepare(model, find_config(options), first)
     if options.state:
         load_state(model, options.state)
     return model
