@@ -1,5 +1,7 @@
 """`calibrate`, `Schedule` and `health` on bad data: an error with the fix, and an unchanged model."""
 
+import re
+
 import pytest
 
 import fakequant as fq
@@ -251,17 +253,33 @@ def notes_of(call):
     return getattr(caught.value, "__notes__", [])
 
 
-def test_errors_of_the_model_say_which_batch_it_was_and_what_the_model_takes():
-    model = prepared()
-    labels = torch.zeros(len(X), dtype=torch.long)
-    assert notes_of(lambda: calibrate(model, [X, (labels, X)])) == [
-        f"This happened with batch 2 of `data`: int64 of shape ({len(X)},), float32 of shape {tuple(X.shape)}. "
-        "The forward pass of Sequential takes (input)."
-    ]
+def test_errors_of_the_model_say_which_batch_it_was_and_which_argument_got_what(tmp_path):
+    model, wrong = prepared(), X[:, :1]
+    got = f"Sequential.forward(input) got input: float32 of shape {tuple(wrong.shape)}."
+    said = f"This happened with batch 2 of `data`: {got} Not passed: float32 of shape {tuple(X.shape)}."
+    assert notes_of(lambda: calibrate(model, [X, (wrong, X)])) == [said]
     (note,) = notes_of(lambda: calibrate(model, [{"x": X}]))
-    assert note.startswith("This happened with batch 1 of `data`: x: float32")
-    (note,) = notes_of(lambda: fq.prepare(small(), recipes.int8(), X[:, :1]))
-    assert note.startswith(f"This happened with `example`: float32 of shape {tuple(X[:, :1].shape)}. The forward pass")
+    assert note == (
+        f"This happened with batch 1 of `data`: Sequential.forward(input) got x: float32 of shape {tuple(X.shape)}."
+    )
+    assert notes_of(lambda: fq.prepare(small(), recipes.int8(), wrong)) == [f"This happened with `example`: {got}"]
+    calibrate(model, [X])
+    with pytest.raises(ValueError, match=re.escape(got)):
+        fq.export_onnx(model, tmp_path / "model.onnx", wrong)
+
+
+@pytest.mark.parametrize("rest", [(), (X,)])
+def test_batches_with_the_target_first_are_refused_with_the_fix(rest):
+    labels = torch.zeros(len(X), dtype=torch.long)
+    said = (
+        "seems to be (target, input)",
+        f"got input: int64 of shape ({len(X)},). Not passed: float32",
+        "(x, y) for y, x",
+    )
+    model = prepared()
+    assert_refused(model, lambda: calibrate(model, [X, (labels, X, *rest)]), ValueError, "batch 2 of `data`", *said)
+    model = small()
+    assert_refused(model, lambda: fq.prepare(model, recipes.int8(), [labels, X]), ValueError, "`example`", *said)
 
 
 def test_a_numpy_batch_is_refused_with_the_fix():

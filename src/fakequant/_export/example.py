@@ -22,7 +22,7 @@ from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._export.failures import reason_of
 from fakequant._model import leaves
-from fakequant._model.running import Args, Batch, Kwargs, example_arguments, hooked
+from fakequant._model.running import Args, Batch, Kwargs, described_call, example_arguments, hooked
 from fakequant._runtimes import RUNTIMES
 
 # The `dynamic_shapes` of torch.export: nested as the arguments are, with a dict from axes to names per tensor.
@@ -104,7 +104,8 @@ def results_of(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[list[str],
         raise
     except Exception as error:
         raise ValueError(
-            f"The model cannot be exported because it fails on the example inputs: {reason_of(error)}"
+            f"The model cannot be exported because it fails on the example inputs: {reason_of(error)}\n"
+            f"{described_call(model, args, kwargs)}"
         ) from error
     try:
         names = leaves.names(result)

@@ -149,24 +149,40 @@ def run(
 
 @contextmanager
 def describing_call(model: nn.Module, batch: Batch, name: str) -> Iterator[None]:
-    """Context that adds to errors, as a note, what the model was called with and what it takes.
+    """Context that adds to errors, as a note, what the arguments of the model were.
 
-    `batch` is what it is called with, or None, and `name` is what the user calls that.
+    `batch` is what it is called with, or None, and `name` is what the user calls that. If the batch seems to be
+    (target, input), the error is another, which says so.
     """
     try:
         yield
     except Exception as error:
-        if batch is not None and not getattr(error, "__notes__", None):
-            forward = f"The forward pass of {type(model).__name__} takes ({_names_of_arguments(model)})."
-            error.add_note(f"This happened with {name}: {_described(batch)}. {forward}")
+        if not isinstance(batch, (Tensor, Mapping, tuple, list)) or getattr(error, "__notes__", None):
+            raise
+        args, kwargs = call_arguments(model, batch)
+        rest = batch[len(args) :] if isinstance(batch, (tuple, list)) else ()
+        described = described_call(model, args, kwargs) + (f" Not passed: {_described(rest)}." if rest else "")
+        if rest and _looks_like_labels(args[0]) and isinstance(rest[0], Tensor) and rest[0].is_floating_point():
+            raise ValueError(
+                f"The model fails on {name}, which seems to be (target, input): {described}\n"
+                "Swap the two: [(x, y) for y, x in data], or (x, y) for one batch."
+            ) from error
+        error.add_note(f"This happened with {name}: {described}")
         raise
 
 
-def _names_of_arguments(model: nn.Module) -> str:
+def described_call(model: nn.Module, args: Args, kwargs: Kwargs) -> str:
+    """Returns which argument of a model got what, as a sentence.
+
+    >>> described_call(nn.Linear(2, 3), (torch.ones(1, 2),), {})
+    'Linear.forward(input) got input: float32 of shape (1, 2).'
+    """
     try:
-        return ", ".join(inspect.signature(model.forward).parameters)
+        names = list(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):  # code that is not Python
-        return "..."
+        names = ["..."]
+    passed = {names[i] if i < len(names) else f"argument {i + 1}": value for i, value in enumerate(args)}
+    return f"{type(model).__name__}.forward({', '.join(names)}) got {_described({**passed, **kwargs}) or 'nothing'}."
 
 
 def _described(batch: Any) -> str:
@@ -251,8 +267,8 @@ def warn_about_dropped(model: nn.Module, batch: Batch, stacklevel: int = 3) -> b
     return False
 
 
-def _looks_like_labels(x: Tensor) -> bool:
-    return x.dim() <= 1 and not x.is_floating_point() and x.dtype != torch.bool
+def _looks_like_labels(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dim() <= 1 and not x.is_floating_point() and x.dtype != torch.bool
 
 
 def as_batches(data: Any) -> Iterable[Batch]:
