@@ -26,7 +26,7 @@ RESUMED = sampled(
 )
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 4}
 FIGURES = {
-    f"quant/{name}_{which}" for name in ("clipped", "levels_used", "scale_drift", "oscillating")
+    f"quant/{name}_{which}" for name in ("clipped", "levels_used", "scale_drift", "oscillating", "scale", "min", "max")
     for which in ("mean", "worst")
 } | {"quant/nonfinite"}  # fmt: skip
 
@@ -107,6 +107,7 @@ def test_huggingface_callback_logs_health_with_the_loss(tmp_path):
     last = [logs for logs in recorder.logs if "loss" in logs][-1]
     assert {name for name in last if name.startswith("quant/")} == FIGURES
     assert 0 < last["quant/levels_used_worst"] <= last["quant/levels_used_mean"] <= 1
+    assert last["quant/min_worst"] <= last["quant/min_mean"] < 0 < last["quant/max_mean"] <= last["quant/max_worst"]
     assert all(type(value) is float for name, value in last.items() if name.startswith("quant/"))
     history = trainer.state.log_history
     assert [any(name in FIGURES for name in entry) for entry in history] == ["loss" in entry for entry in history]

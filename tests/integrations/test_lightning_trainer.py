@@ -140,7 +140,7 @@ def test_lightning_callback_logs_health(tmp_path):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     trainer = fit(Calling(make_net()), QATCallback(**SCHEDULE), tmp_path, logger=logger, accumulate_grad_batches=2)
     names = {name for name in trainer.logged_metrics if name.startswith("quant/")}
-    expected = ("clipped", "levels_used", "scale_drift", "oscillating", "bias_error")
+    expected = ("clipped", "levels_used", "scale_drift", "oscillating", "bias_error", "scale", "min", "max")
     assert names == {f"quant/{name}_{which}" for name in expected for which in ("mean", "worst")} | {"quant/nonfinite"}
     with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:
         logged = [row for row in csv.DictReader(file) if row["loss"]]

@@ -27,13 +27,17 @@ Batch: TypeAlias = Any
 _State: TypeAlias = tuple[torch.Generator | None, Any]
 
 _BY_HAND = "Call fakequant.calibrate(model, batches) before training, and use QATCallback(calibrate=None)."
-# The logged fields of `QuantizerHealth`, each with the function that finds the worst value.
+# The logged fields of `QuantizerHealth`, each with the function that finds the worst value: of scales and ends of
+# grids, the value of the widest grid.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {
     "clipped": max,
     "levels_used": min,
     "scale_drift": max,
     "oscillating": max,
     "bias_error": max,
+    "scale": max,
+    "min": min,
+    "max": max,
 }
 
 
