@@ -9,13 +9,14 @@ from torch.fx import Node
 from fakequant._export.litert.builder import HIGH, LOW, Constant, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.elementwise import unary
 from fakequant._export.litert.layers import FUSED
-from fakequant._export.litert.operations import Operations, shape_of
+from fakequant._export.litert.operations import Operations, dtype_of, shape_of
 
 aten = torch.ops.aten
 
 
 def clamped(t: Operations, node: Node, x: Value, low: float | None, high: float | None) -> Value:
     """Limits a value. Before a quantizer, this limits codes: rounding is monotonic."""
+    x = t.cast(x, dtype_of(node))
     codes_given = t.builder.codes_of(x)
     if codes_given is not None and low == 0 and high is None:  # a ReLU keeps the grid
         grid = Grid(scale_of(codes_given.tensor), codes_given.tensor.zero_point)
@@ -23,9 +24,9 @@ def clamped(t: Operations, node: Node, x: Value, low: float | None, high: float 
         return codes_given.like(t.builder.limited(codes_given.tensor, limits))
 
     def floats() -> Known:
-        if (low, high) in ((0, None), (0, 6)):
-            return t.unary(x, "RELU" if high is None else "RELU6")
         found = t.builder.floats(x)
+        if (low, high) in ((0, None), (0, 6)) and found.tensor.dtype == "float32":
+            return t.unary(found, "RELU" if high is None else "RELU6")
         for code, bound in (("MAXIMUM", low), ("MINIMUM", high)):
             found = found if bound is None else t.with_number(code, found, bound)
         return found
@@ -36,7 +37,7 @@ def clamped(t: Operations, node: Node, x: Value, low: float | None, high: float 
         found = t.builder.codes_of(x)
         return None if found is not None else t.builder.on_grid(x, grid.limited(low, high))
 
-    return Pending(shape_of(node), floats, codes)
+    return Pending(shape_of(node), floats, codes) if dtype_of(node) == torch.float32 else floats()
 
 
 def relu(t: Operations, node: Node, x: Value) -> Value:
@@ -125,7 +126,6 @@ ACTIVATIONS: dict[Any, Callable[..., Any]] = {
     aten.prelu.default: prelu,
     aten.softmax.int: softmax,
     aten._softmax.default: softmax,
-    aten._safe_softmax.default: softmax,
     aten.log_softmax.int: log_softmax,
     aten._log_softmax.default: log_softmax,
 }

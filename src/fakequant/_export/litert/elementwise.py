@@ -9,7 +9,7 @@ from torch.fx import Node
 from fakequant._export.litert.builder import Constant, Grid, Known, Options, Pending, Value, scale_of
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.layers import FUSED
-from fakequant._export.litert.operations import Operations, as_value, shape_of
+from fakequant._export.litert.operations import Operations, as_value, dtype_of, no_operator, shape_of
 from fakequant._runtimes.litert.arithmetic import has_addition, has_product
 
 aten = torch.ops.aten
@@ -27,13 +27,15 @@ def _integers(t: Operations, code: str, name: str, a: Value, b: Value, grid: Gri
     return Known(limited(t.graph.add(code, tensors, [out], options)), order)
 
 
+def _promoted(t: Operations, node: Node, *operands: Any) -> list[Value]:
+    """Returns operands with the type of a node's result."""
+    return [t.cast(as_value(one), dtype_of(node)) for one in operands]
+
+
 def _arithmetic(t: Operations, node: Node, code: str, name: str, a: Any, b: Any) -> Value:
-    values = [as_value(a), as_value(b)]
-    if node.meta["val"].dtype != torch.float32:
-        tensors, order, shape = t.operands(*(t.cast(value, node.meta["val"].dtype) for value in values))
-        kind = str(node.meta["val"].dtype).removeprefix("torch.")
-        return Known(t.graph.add(code, tensors, [Tensor(tuple(shape), kind)], (name, {})), order)
-    left, right = (t.cast(value, torch.float32) for value in values)
+    left, right = _promoted(t, node, a, b)
+    if dtype_of(node) != torch.float32:
+        return t.binary(code, (name, {}), left, right)
     path = t.graph.path
 
     def floats() -> Known:
@@ -47,18 +49,19 @@ def _arithmetic(t: Operations, node: Node, code: str, name: str, a: Any, b: Any)
 
 
 def add(t: Operations, node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
-    b = b if alpha == 1 else times(t, b, alpha)
-    return _arithmetic(t, node, "ADD", "Add", a, b)
+    return _arithmetic(t, node, "ADD", "Add", a, times(t, node, b, alpha))
 
 
-def times(t: Operations, value: Any, number: float) -> Any:
-    if not isinstance(value, (Constant, Known, Pending)):
-        return value * number
-    return Constant(value.value * number) if isinstance(value, Constant) else t.with_number("MUL", value, number)
+def times(t: Operations, node: Node, value: Any, number: float) -> Any:
+    """Returns a multiple of an operand, with the type of a node's result."""
+    if number == 1:
+        return value
+    (value,) = _promoted(t, node, value)
+    return Constant(value.value * number, value.long_shape) if isinstance(value, Constant) else t.with_number("MUL", value, number)
 
 
 def sub(t: Operations, node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
-    return _arithmetic(t, node, "SUB", "Sub", a, b if alpha == 1 else times(t, b, alpha))
+    return _arithmetic(t, node, "SUB", "Sub", a, times(t, node, b, alpha))
 
 
 def rsub(t: Operations, node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
@@ -70,27 +73,61 @@ def mul(t: Operations, node: Node, a: Any, b: Any) -> Value:
 
 
 def div(t: Operations, node: Node, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor" and dtype_of(node) != torch.float32:
+        return _arithmetic(t, node, "FLOOR_DIV", "FloorDiv", a, b)
+    if rounding_mode == "floor":  # torch does not round the quotient down: it may have been rounded up
+        left, right = _promoted(t, node, a, b)
+        rest = t.binary("FLOOR_MOD", ("FloorMod", {}), left, right)
+        multiple = t.binary("SUB", ("Sub", {}), left, rest)
+        return t.unary(t.binary("DIV", ("Div", {}), multiple, right), "ROUND")
     made = _arithmetic(t, node, "DIV", "Div", a, b)
-    return t.unary(made, "FLOOR") if rounding_mode == "floor" else made
+    if rounding_mode == "trunc" and dtype_of(node) == torch.float32:  # the kernel for integers does it
+        return trunc(t, node, made)
+    return made
 
 
-def pow_(t: Operations, node: Node, x: Value, exponent: Any) -> Value:
-    known = {2: "SQUARE", 0.5: "SQRT", -0.5: "RSQRT"}
-    if isinstance(exponent, (int, float)):
-        return t.unary(x, known[exponent]) if exponent in known else t.with_number("POW", x, exponent)
-    return t.binary("POW", ("Pow", {}), x, as_value(exponent))
+def trunc(t: Operations, node: Node, x: Value) -> Value:
+    """sign(x) * floor(|x|)."""
+    size = t.unary(t.unary(x, "ABS", ("Abs", {})), "FLOOR")
+    return t.binary("MUL", ("Mul", {}), t.unary(x, "SIGN"), size)
 
 
-def _extreme(code: str) -> Callable[..., Value]:
-    return lambda t, node, a, b: t.binary(code, ("MaximumMinimum", {}), as_value(a), as_value(b))
+def pow_(t: Operations, node: Node, x: Any, exponent: Any) -> Value:
+    base, power = _promoted(t, node, x, exponent)
+    known = {0.5: "SQRT", -0.5: "RSQRT"}
+    if exponent == 2:
+        return square(t, node, base)
+    return t.unary(base, known[exponent]) if exponent in known else t.binary("POW", ("Pow", {}), base, power)
+
+
+def square(t: Operations, node: Node, x: Value) -> Value:
+    if dtype_of(node) == torch.float32:
+        return t.unary(x, "SQUARE", ("Square", {}))
+    return t.binary("MUL", ("Mul", {}), x, x)
+
+
+def absolute(t: Operations, node: Node, x: Value) -> Value:
+    if dtype_of(node) == torch.float32:
+        return t.unary(x, "ABS", ("Abs", {}))
+    return t.binary("MAXIMUM", ("MaximumMinimum", {}), x, t.unary(x, "NEG", ("Neg", {})))
+
+
+def binary(code: str, name: str) -> Callable[..., Value]:
+    return lambda t, node, a, b: t.binary(code, (name, {}), *_promoted(t, node, a, b))
 
 
 def unary(code: str, options: Options | None = None) -> Callable[..., Value]:
-    return lambda t, node, x, *_: t.unary(x, code, options)
+    return lambda t, node, x, *_: t.unary(t.cast(x, dtype_of(node)), code, options)
 
 
 def reciprocal(t: Operations, node: Node, x: Value) -> Value:
-    return t.binary("DIV", ("Div", {}), Constant(torch.ones(())), x)
+    return _arithmetic(t, node, "DIV", "Div", 1.0, x)
+
+
+def clamp_by_tensors(t: Operations, node: Node, x: Value, low: Any = None, high: Any = None) -> Value:
+    for code, bound in (("MAXIMUM", low), ("MINIMUM", high)):
+        x = x if bound is None else binary(code, "MaximumMinimum")(t, node, x, bound)
+    return x
 
 
 def selected(t: Operations, condition: Value, a: Value, b: Value) -> Known:
@@ -102,8 +139,7 @@ def selected(t: Operations, condition: Value, a: Value, b: Value) -> Known:
 
 
 def where(t: Operations, node: Node, condition: Value, a: Any, b: Any) -> Value:
-    dtype = node.meta["val"].dtype
-    return selected(t, condition, t.cast(as_value(a), dtype), t.cast(as_value(b), dtype))
+    return selected(t, condition, *_promoted(t, node, a, b))
 
 
 def masked_fill(t: Operations, node: Node, x: Value, mask: Value, number: Any) -> Value:
@@ -112,16 +148,33 @@ def masked_fill(t: Operations, node: Node, x: Value, mask: Value, number: Any) -
 
 def _comparison(code: str, name: str) -> Callable[..., Value]:
     def compare(t: Operations, node: Node, a: Any, b: Any) -> Value:
-        values = [as_value(one) for one in (a, b)]
-        kinds = [t.builder.known(one).tensor.dtype for one in values if not isinstance(one, Constant)]
-        kind = getattr(torch, "float32" if "float32" in kinds or "int8" in kinds else kinds[0])
-        return t.binary(code, (name, {}), *(t.cast(one, kind) for one in values), dtype="bool")
+        given: Any = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
+        kind = torch.result_type(*given)
+        return t.binary(code, (name, {}), *(t.cast(as_value(one), kind) for one in (a, b)), dtype="bool")
 
     return compare
 
 
 def _logical(code: str, name: str) -> Callable[..., Value]:
-    return lambda t, node, *values: t.binary(code, (name, {}), *values, dtype="bool")
+    def compute(t: Operations, node: Node, *operands: Any) -> Value:
+        if dtype_of(node) != torch.bool:
+            raise no_operator(node, f"{node.target} of integers")
+        return t.binary(code, (name, {}), *_promoted(t, node, *operands))
+
+    return compute
+
+
+def bitwise_not(t: Operations, node: Node, x: Value) -> Value:
+    """Of integers: -1 - x."""
+    return logical_not(t, node, x) if dtype_of(node) == torch.bool else sub(t, node, -1, x)
+
+
+logical_not = _logical("LOGICAL_NOT", "LogicalNot")
+_equal, _unequal = _comparison("EQUAL", "Equal"), _comparison("NOT_EQUAL", "NotEqual")
+_and, _or = _logical("LOGICAL_AND", "LogicalAnd"), _logical("LOGICAL_OR", "LogicalOr")
+_xor = _logical("NOT_EQUAL", "NotEqual")
+_maximum, _minimum = binary("MAXIMUM", "MaximumMinimum"), binary("MINIMUM", "MaximumMinimum")
+_remainder = binary("FLOOR_MOD", "FloorMod")
 
 
 # By the operator of torch.
@@ -139,30 +192,35 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor_mode: div,
     aten.pow.Tensor_Scalar: pow_,
     aten.pow.Tensor_Tensor: pow_,
-    aten.maximum.default: _extreme("MAXIMUM"),
-    aten.minimum.default: _extreme("MINIMUM"),
+    aten.pow.Scalar: pow_,
+    aten.maximum.default: _maximum,
+    aten.minimum.default: _minimum,
+    aten.clamp.Tensor: clamp_by_tensors,
+    aten.remainder.Tensor: _remainder,
+    aten.remainder.Scalar: _remainder,
     aten.reciprocal.default: reciprocal,
     aten.neg.default: unary("NEG", ("Neg", {})),
-    aten.abs.default: unary("ABS", ("Abs", {})),
+    aten.abs.default: absolute,
     aten.exp.default: unary("EXP", ("Exp", {})),
     aten.log.default: unary("LOG"),
-    aten.log1p.default: lambda t, node, x: t.unary(t.with_number("ADD", x, 1.0), "LOG"),
-    aten.expm1.default: lambda t, node, x: t.with_number("SUB", t.unary(x, "EXP", ("Exp", {})), 1.0),
+    aten.log1p.default: lambda t, node, x: t.unary(add(t, node, x, 1.0), "LOG"),
+    aten.expm1.default: lambda t, node, x: t.with_number("SUB", unary("EXP", ("Exp", {}))(t, node, x), 1.0),
     aten.sqrt.default: unary("SQRT"),
     aten.rsqrt.default: unary("RSQRT"),
-    aten.square.default: unary("SQUARE", ("Square", {})),
+    aten.square.default: square,
     aten.sin.default: unary("SIN"),
     aten.cos.default: unary("COS", ("Cos", {})),
     aten.floor.default: unary("FLOOR"),
     aten.ceil.default: unary("CEIL"),
     aten.round.default: unary("ROUND"),
+    aten.trunc.default: trunc,
     aten.sign.default: unary("SIGN"),
     aten.where.self: where,
     aten.masked_fill.Scalar: masked_fill,
-    aten.eq.Tensor: _comparison("EQUAL", "Equal"),
-    aten.eq.Scalar: _comparison("EQUAL", "Equal"),
-    aten.ne.Tensor: _comparison("NOT_EQUAL", "NotEqual"),
-    aten.ne.Scalar: _comparison("NOT_EQUAL", "NotEqual"),
+    aten.eq.Tensor: _equal,
+    aten.eq.Scalar: _equal,
+    aten.ne.Tensor: _unequal,
+    aten.ne.Scalar: _unequal,
     aten.lt.Tensor: _comparison("LESS", "Less"),
     aten.lt.Scalar: _comparison("LESS", "Less"),
     aten.le.Tensor: _comparison("LESS_EQUAL", "LessEqual"),
@@ -171,10 +229,14 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.gt.Scalar: _comparison("GREATER", "Greater"),
     aten.ge.Tensor: _comparison("GREATER_EQUAL", "GreaterEqual"),
     aten.ge.Scalar: _comparison("GREATER_EQUAL", "GreaterEqual"),
-    aten.logical_and.default: _logical("LOGICAL_AND", "LogicalAnd"),
-    aten.bitwise_and.Tensor: _logical("LOGICAL_AND", "LogicalAnd"),
-    aten.logical_or.default: _logical("LOGICAL_OR", "LogicalOr"),
-    aten.bitwise_or.Tensor: _logical("LOGICAL_OR", "LogicalOr"),
-    aten.logical_not.default: _logical("LOGICAL_NOT", "LogicalNot"),
-    aten.bitwise_not.default: _logical("LOGICAL_NOT", "LogicalNot"),
+    aten.logical_and.default: _and,
+    aten.bitwise_and.Tensor: _and,
+    aten.bitwise_and.Scalar: _and,
+    aten.logical_or.default: _or,
+    aten.bitwise_or.Tensor: _or,
+    aten.bitwise_or.Scalar: _or,
+    aten.logical_xor.default: _xor,
+    aten.bitwise_xor.Tensor: _xor,
+    aten.logical_not.default: logical_not,
+    aten.bitwise_not.default: bitwise_not,
 }

@@ -1,13 +1,11 @@
 """Writes a graph as a .tflite file, and reads what `verify` needs from one.
 
-The file has notes in its metadata: what it was made for, which tensors have the codes of which quantizers, and a hash
-of all its bytes, in which the hash itself is replaced by zeros.
+The file has notes in its metadata: what it was made for, which tensors have the codes of which quantizers, and its
+seal.
 """
 
-import hashlib
 import json
 import os
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,21 @@ from typing import Any
 import numpy as np
 
 from fakequant._export.litert.graph import AnyLength, Array, Graph, Operator, Tensor
-from fakequant._export.notes import TARGET
+from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET
+from fakequant._export.seal import SEAL, UNSEALED, is_unchanged, sealed
 from fakequant._util.packages import require
 
 # What follows the first four bytes of every file.
 MAGIC = b"TFL3"
 # The metadata entry with the notes, as JSON.
 NOTES = "fakequant"
-_SEAL = b"sha256:"
-_UNSEALED = _SEAL + b"0" * 64
-_SEALED = re.compile(_SEAL + b"[0-9a-f]{64}")
+_NEEDED = {TARGET, INPUTS, OUTPUTS, PARAMETERS, "kernels", "codes", "seal"}
 # Buffers start at multiples of this number of bytes, so that kernels can read them where they are.
 _ALIGNMENT = 16
 # The version of an operator, where it is not 1: that which first had the form that is written here.
 _VERSIONS = {
     "ADD": 2, "SUB": 2, "MUL": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 5, "TRANSPOSE_CONV": 3,
-    "DEQUANTIZE": 2, "CONCATENATION": 2, "MEAN": 2, "RESHAPE": 1, "TRANSPOSE": 2, "PAD": 2, "MAX_POOL_2D": 2,
+    "DEQUANTIZE": 2, "CONCATENATION": 2, "MEAN": 2, "TRANSPOSE": 2, "PAD": 2, "MAX_POOL_2D": 2,
     "AVERAGE_POOL_2D": 2, "STRIDED_SLICE": 2, "SLICE": 2, "GATHER": 2, "BATCH_MATMUL": 2, "MAXIMUM": 2, "MINIMUM": 2,
     "RESIZE_NEAREST_NEIGHBOR": 3, "RESIZE_BILINEAR": 3, "BROADCAST_TO": 3, "SOFTMAX": 2, "LOGISTIC": 2, "TANH": 2,
 }  # fmt: skip
@@ -57,19 +54,6 @@ def pack(model: Any) -> bytes:
     return bytes(builder.Output())
 
 
-def sealed(data: bytes) -> bytes:
-    """Returns the bytes of a file with their hash in the place that is reserved for it."""
-    data = _SEALED.sub(_UNSEALED, data)
-    assert data.count(_UNSEALED) == 1, "the file has one place for its hash"
-    return data.replace(_UNSEALED, _SEAL + hashlib.sha256(data).hexdigest().encode())
-
-
-def is_unchanged(data: bytes) -> bool:
-    """Returns True if a file is as it was written."""
-    seals = _SEALED.findall(data)
-    return len(seals) == 1 and sealed(data) == data
-
-
 class _Writer:
     """Makes a model of the schema from a graph."""
 
@@ -92,11 +76,17 @@ class _Writer:
         model.subgraphs = [subgraph]
         model.operatorCodes = self.codes
         model.signatureDefs = [self.signature()]
+        # How often axes have the length of the batch, and 0 where the length is fixed.
+        batch = next((one for _, x in graph.inputs for one in x.shape if isinstance(one, AnyLength)), 1)
         codes = {
-            name: [names[self.index[id(found)]], list(order), [size == -1 for size in found.signature]]
+            name: [
+                names[self.index[id(found)]],
+                list(order),
+                [one // batch if isinstance(one, AnyLength) else 0 for one in found.shape],
+            ]
             for name, (found, order) in graph.codes.items()
         }
-        note = json.dumps({**notes, "codes": codes, "seal": _UNSEALED.decode()}).encode()
+        note = json.dumps({**notes, "codes": codes, "seal": UNSEALED}).encode()
         metadata = self.schema.MetadataT()
         metadata.name, metadata.buffer = NOTES, self.buffer(np.frombuffer(note, np.uint8))
         model.metadata = [metadata]
@@ -213,13 +203,12 @@ class LitertFile:
         if data[4:8] != MAGIC:
             kind = "is empty" if not data else "is not a .tflite file"
             raise ValueError(f"{str(path)!r} {kind}.\nUse a file that fakequant.export_litert wrote.")
-        self.is_unchanged = is_unchanged(data)
-        if not self.is_unchanged and not _SEALED.search(data):
+        if not SEAL.search(data):
             raise ValueError(
                 f"{str(path)!r} was not written by fakequant.export_litert, or it is damaged: its notes are missing.\n"
                 "Use fakequant.export_litert to write it."
             )
-        if not self.is_unchanged:
+        if not is_unchanged(data):
             raise ValueError(
                 f"{path} was changed after fakequant.export_litert wrote it. Running it could end the process.\n"
                 "Export the model again."
@@ -245,7 +234,7 @@ class LitertFile:
         for entry in self.model.metadata or []:
             if entry.name == NOTES.encode():
                 notes: dict[str, Any] = json.loads(bytes(self.model.buffers[entry.buffer].data))
-                if TARGET in notes:
+                if notes.keys() >= _NEEDED:
                     return notes
         raise LookupError(NOTES)
 

@@ -1,8 +1,8 @@
 """Pools, and images of another size."""
 
 from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any
+from math import isclose, prod
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -11,8 +11,9 @@ from fakequant._export.litert.builder import LOW, Constant, Known, Options, Valu
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.layers import VALID, pad_zeros, paddings
 from fakequant._export.litert.moves import slice_of
-from fakequant._export.litert.operations import Operations, length_of, no_operator, shape_of
+from fakequant._export.litert.operations import NoOperator, Operations, no_operator, path_of, shape_of
 from fakequant._export.litert.reductions import mean, reduced
+from fakequant._export.litert.selections import gathered
 
 aten = torch.ops.aten
 
@@ -42,8 +43,7 @@ def max_pool2d(
     t: Operations, node: Node, x: Value, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False
 ) -> Value:  # fmt: skip
-    result = node.meta["val"][0] if isinstance(node.meta["val"], (tuple, list)) else node.meta["val"]
-    shape = tuple(length_of(one) for one in result.shape)
+    shape = shape_of(node)
     if len(shape) != 4 or any(one != 1 for one in _pair(dilation)):
         raise no_operator(node, "a max pool with dilation")
     windows = _Windows(shape, size, stride, padding)
@@ -116,30 +116,47 @@ def adaptive_avg_pool2d(t: Operations, node: Node, x: Value, size: Any) -> Value
     return found
 
 
-def _resized(t: Operations, node: Node, x: Value, code: str, options: Options) -> Known:
+def _resized(t: Operations, node: Node, found: Known, code: str, options: Options) -> Known:
     shape, order = shape_of(node), (0, 2, 3, 1)
-    image = t.builder.arranged(t.builder.floats(x), order).tensor
+    image = t.builder.arranged(found, order).tensor
     sizes = t.graph.constant([int(one) for one in shape[2:]], "int32")
-    return Known(t.op(code, [image, sizes], [shape[axis] for axis in order], options), order)
+    made = t.builder.moved(image, [shape[axis] for axis in order])
+    return Known(t.graph.add(code, [image, sizes], [made], options), order)
 
 
-def nearest(t: Operations, node: Node, x: Value, *_: Any, **__: Any) -> Value:
-    shape = shape_of(node)
-
-    def move(found: Known) -> Known:
-        order = (0, 2, 3, 1)
-        image = t.builder.arranged(found, order).tensor
-        sizes = t.graph.constant([int(one) for one in shape[2:]], "int32")
-        made = t.builder.moved(image, [shape[axis] for axis in order])
+def nearest(t: Operations, node: Node, x: Value, *sizes_and_scales: Any) -> Value:
+    """Takes elements from where torch takes them. LiteRT has an operator that takes them by the ratio of the sizes."""
+    shape, target = shape_of(node), cast(Any, node.target)
+    rows, columns = (int(length) for length in x.shape[2:])
+    places = target(torch.arange(float(rows * columns)).reshape(1, 1, rows, columns), *sizes_and_scales)[0, 0].long()
+    indices = places[:, 0] // columns, places[0] % columns
+    if all(
+        torch.equal(one, _by_ratio(int(length), len(one))) for one, length in zip(indices, x.shape[2:], strict=True)
+    ):
         options = ("ResizeNearestNeighbor", {"alignCorners": False, "halfPixelCenters": False})
-        return Known(t.graph.add("RESIZE_NEAREST_NEIGHBOR", [image, sizes], [made], options), order)
+        return t.builder.moving(x, shape, lambda found: _resized(t, node, found, "RESIZE_NEAREST_NEIGHBOR", options))
+    for axis, one in enumerate(indices, start=2):
+        x = gathered(t, x, Constant(one), axis)
+    return x
 
-    return t.builder.moving(x, shape, move)
+
+def _by_ratio(length: int, number: int) -> torch.Tensor:
+    """Returns which elements of an axis LiteRT takes: floor(i * (length / number)), in float32."""
+    ratio = torch.tensor(float(length)) / number
+    return (torch.arange(number) * ratio).floor().clamp(max=length - 1).long()
 
 
-def bilinear(t: Operations, node: Node, x: Value, size: Any, align_corners: bool = False, *_: Any) -> Value:
+def bilinear(t: Operations, node: Node, x: Value, size: Any, align_corners: bool = False, *scales: Any) -> Value:
+    given = [one for scale in scales if scale is not None for one in (scale if isinstance(scale, list) else [scale])]
+    pairs = zip(given, x.shape[2:], shape_of(node)[2:], strict=False)
+    if not align_corners and not all(isclose(scale * int(old), int(new)) for scale, old, new in pairs):
+        raise NoOperator(
+            f"{path_of(node) or 'The model'} resizes an image of {int(x.shape[2])} x {int(x.shape[3])} by the factors "
+            f"{tuple(given)}, and LiteRT by the ratios of the sizes, which differ from them.\n"
+            "Use interpolate(..., size=...), or recompute_scale_factor=True."
+        )
     options = ("ResizeBilinear", {"alignCorners": align_corners, "halfPixelCenters": not align_corners})
-    return _resized(t, node, x, "RESIZE_BILINEAR", options)
+    return _resized(t, node, t.builder.floats(x), "RESIZE_BILINEAR", options)
 
 
 # By the operator of torch.

@@ -10,7 +10,7 @@ from torch.fx import Node
 from fakequant._export.litert.builder import Constant, Known, Pending, Value, identity, is_long, stored_shape
 from fakequant._export.litert.graph import AnyLength
 from fakequant._export.litert.layers import pad_zeros
-from fakequant._export.litert.operations import Operations, shape_of
+from fakequant._export.litert.operations import Operations, dtype_of, shape_of
 
 aten = torch.ops.aten
 
@@ -147,7 +147,7 @@ def same(t: Operations, node: Node, x: Value, *_: Any, **__: Any) -> Value:
 
 
 def to(t: Operations, node: Node, x: Value, *_: Any, **__: Any) -> Value:
-    return t.cast(x, node.meta["val"].dtype)
+    return t.cast(x, dtype_of(node))
 
 
 def cat(t: Operations, node: Node, parts: Sequence[Value], axis: int = 0) -> Value:
@@ -162,8 +162,8 @@ def cat(t: Operations, node: Node, parts: Sequence[Value], axis: int = 0) -> Val
         options = ("Concatenation", {"axis": order.index(axis)})
         return Known(t.graph.add("CONCATENATION", list(arranged), [made], options), order)
 
-    if node.meta["val"].dtype != torch.float32:
-        return joined([t.builder.known(t.cast(part, node.meta["val"].dtype)) for part in parts])
+    if dtype_of(node) != torch.float32:
+        return joined([t.builder.known(t.cast(part, dtype_of(node))) for part in parts])
     if len(parts) == 1:
         return parts[0]
     return Pending(

@@ -14,7 +14,7 @@ from fakequant._export.litert.graph import AnyLength, Order, Tensor
 
 
 class NoOperator(ValueError):
-    """LiteRT has no operator for a function of torch."""
+    """A function of torch has no translation to LiteRT, or LiteRT has no kernel for it."""
 
 
 class QuantizedWeight:
@@ -41,23 +41,24 @@ class Operations:
     def op(
         self, code: str, inputs: Sequence[Tensor | None], like: Tensor | Sequence[int], options: Options | None = None
     ) -> Tensor:
-        """Adds an operator with a float result."""
+        """Adds an operator whose result has the type of its first input."""
         shape = like.shape if isinstance(like, Tensor) else tuple(like)
-        return self.graph.add(code, inputs, [Tensor(shape, "float32")], options)
+        assert inputs[0] is not None
+        return self.graph.add(code, inputs, [Tensor(shape, inputs[0].dtype)], options)
 
     def unary(self, value: Value, code: str, options: Options | None = None) -> Known:
-        """Adds an operator on floats, element by element."""
+        """Adds an operator, element by element. Codes count as floats."""
         x = self.builder.floats(value)
         return x.like(self.op(code, [x.tensor], x.tensor, options))
 
-    def number(self, value: float) -> Tensor:
-        return self.graph.constant(np.float32(value).reshape(()), "float32")
+    def number(self, value: float, dtype: str = "float32") -> Tensor:
+        return self.graph.constant(np.array(value, dtype), dtype)
 
     def with_number(self, code: str, value: Value, number: float) -> Known:
-        """Adds an operator on floats and a number."""
+        """Adds an operator with a number of the same type. Codes count as floats."""
         x = self.builder.floats(value)
         name = {"ADD": "Add", "MUL": "Mul", "SUB": "Sub", "DIV": "Div", "POW": "Pow"}.get(code, "MaximumMinimum")
-        return x.like(self.op(code, [x.tensor, self.number(number)], x.tensor, (name, {})))
+        return x.like(self.op(code, [x.tensor, self.number(number, x.tensor.dtype)], x.tensor, (name, {})))
 
     def operands(self, *values: Value) -> tuple[list[Tensor], Order, list[int]]:
         """Returns operands that are broadcast, in one order of axes, that order, and the shape of the result."""
@@ -84,19 +85,19 @@ class Operations:
         made = self.builder.reshaped(found.tensor, (1,) * more + tuple(found.tensor.shape))
         return Known(made, (*identity(more), *(axis + more for axis in found.order)))
 
-    def binary(self, code: str, options: Options | None, *values: Value, dtype: str = "float32") -> Known:
-        """Adds an operator on floats that are broadcast."""
+    def binary(self, code: str, options: Options | None, *values: Value, dtype: str | None = None) -> Known:
+        """Adds an operator on tensors of one type that are broadcast. Codes count as floats."""
         floats = [value if isinstance(value, Constant) else self.builder.floats(value) for value in values]
         tensors, order, shape = self.operands(*floats)
-        return Known(self.graph.add(code, tensors, [Tensor(tuple(shape), dtype)], options), order)
+        return Known(self.graph.add(code, tensors, [Tensor(tuple(shape), dtype or tensors[0].dtype)], options), order)
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
         """Returns a value with another dtype. Codes count as floats."""
         if isinstance(value, Constant):
-            return Constant(value.value.to(dtype))
+            return Constant(value.value.to(dtype), value.long_shape)
         if isinstance(value, Pending):
             return value if dtype == torch.float32 else self.cast(self.builder.floats(value), dtype)
-        kind = str(dtype).removeprefix("torch.").replace("float64", "float32")
+        kind = name_of(dtype).replace("float64", "float32")
         if value.tensor.dtype == kind or (value.tensor.is_codes and kind == "float32"):
             return value
         value = self.builder.floats(value)
@@ -115,9 +116,26 @@ def as_value(operand: Any) -> Value:
     return operand if isinstance(operand, (Constant, Known, Pending)) else Constant(torch.tensor(operand))
 
 
+def _result_of(node: Node) -> torch.Tensor:
+    """Returns a node's result as the exporter sees it. Of several, the first."""
+    result: Any = node.meta["val"]
+    found: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
+    return found
+
+
 def shape_of(node: Node) -> tuple[int, ...]:
     """Returns the shape of a node's result, with the lengths of the example."""
-    return tuple(length_of(size) for size in node.meta["val"].shape)
+    return tuple(length_of(size) for size in _result_of(node).shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """Returns the type of the elements of a node's result."""
+    return _result_of(node).dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a type in NumPy."""
+    return str(dtype).removeprefix("torch.")
 
 
 def length_of(size: Any) -> int:
@@ -132,7 +150,8 @@ def path_of(node: Node) -> str:
 
 
 def no_operator(node: Node, name: str) -> NoOperator:
-    """Returns the error for a function of torch."""
+    """Returns the error for a function of torch that has no translation."""
     return NoOperator(
-        f"{path_of(node) or 'The model'} calls {name}, for which LiteRT has no operator.\nUse other operations there."
+        f"{path_of(node) or 'The model'} calls {name}, which fakequant cannot translate to LiteRT.\n"
+        "Use other operations there."
     )

@@ -1,10 +1,12 @@
 """From a golden model to the graph of a .tflite file."""
 
 import copy
+import inspect
 import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -105,6 +107,10 @@ def make_float_graph(model: nn.Module, args: Args, kwargs: Kwargs, results: list
 def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]) -> Graph:
     return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    if isinstance(shapes, tuple) and Parameter.VAR_POSITIONAL in kinds:  # torch takes them as one argument
+        start = kinds.index(Parameter.VAR_POSITIONAL)
+        shapes = (*shapes[:start], shapes[start:])
     with _quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         with FunctionForms(), any_batch():

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.moves import reshaped, without_axes
-from fakequant._export.litert.operations import Operations, no_operator, shape_of
+from fakequant._export.litert.operations import Operations, dtype_of, no_operator, shape_of
 
 aten = torch.ops.aten
 
@@ -29,10 +29,19 @@ def _reduction(code: str) -> Callable[..., Value]:
     def reduce(t: Operations, node: Node, x: Value, axes: Any = None, keepdim: bool = False, **_: Any) -> Value:
         axes = [axes] if isinstance(axes, int) else list(axes or range(len(x.shape)))
         axes = [axis % len(x.shape) for axis in axes]
-        made = reduced(t, t.builder.floats(x), code, axes)
+        made = reduced(t, t.builder.floats(t.cast(x, dtype_of(node))), code, axes)
         return made if keepdim else without_axes(t, made, axes)
 
     return reduce
+
+
+def _extreme(values: str, indices: str) -> Callable[..., list[Value]]:
+    """Returns the function for the largest or smallest elements along an axis, and their indices."""
+
+    def find(t: Operations, node: Node, x: Value, axis: int, keepdim: bool = False) -> list[Value]:
+        return [_reduction(values)(t, node, x, axis, keepdim), _index_of(indices)(t, node, x, axis, keepdim)]
+
+    return find
 
 
 def mean(t: Operations, node: Node, x: Value, axes: Any = None, keepdim: bool = False, **_: Any) -> Value:
@@ -112,10 +121,23 @@ def group_norm(
     split = reshaped(t, t.builder.floats(x), (batch, groups, channels // groups, *sizes))
     found = t.builder.floats(split)
     made = _normalized(t, found, list(range(2, len(found.order))), eps)
-    whole = reshaped(t, made, (batch, channels, *sizes))
-    shape = (-1, *[1] * len(sizes))
-    parameters = [None if one is None else Constant(one.value.reshape(shape)) for one in (weight, bias)]
-    return _affine(t, whole, *parameters)
+    return _per_channel(t, reshaped(t, made, (batch, channels, *sizes)), weight, bias)
+
+
+def _per_channel(t: Operations, x: Value, weight: Any, bias: Any) -> Value:
+    shape = (-1, *[1] * (len(x.shape) - 2))
+    return _affine(t, x, *(None if one is None else Constant(one.value.reshape(shape)) for one in (weight, bias)))
+
+
+def instance_norm(
+    t: Operations, node: Node, x: Value, weight: Any, bias: Any, mean_: Any, variance: Any, is_own: bool,
+    momentum: float, eps: float, *_: Any
+) -> Value:  # fmt: skip
+    if not is_own:  # the mean and the variance of the training data
+        (made,) = batch_norm(t, node, x, weight, bias, mean_, variance, eps)
+        return made  # type: ignore[no-any-return]
+    made = _normalized(t, t.builder.floats(x), list(range(2, len(x.shape))), eps)
+    return _per_channel(t, made, weight, bias)
 
 
 def batch_norm(
@@ -125,29 +147,34 @@ def batch_norm(
     factor = 1 / torch.sqrt(variance.value + eps)
     factor = factor if weight is None else factor * weight.value
     added = -mean_.value * factor if bias is None else bias.value - mean_.value * factor
-    shape = (-1, *[1] * (len(x.shape) - 2))
-    return [_affine(t, x, Constant(factor.reshape(shape)), Constant(added.reshape(shape)))]
+    return [_per_channel(t, x, Constant(factor), Constant(added))]
 
 
 def cumsum(t: Operations, node: Node, x: Value, axis: int, **_: Any) -> Value:
-    found = t.builder.floats(x)
+    found = t.builder.floats(t.cast(x, dtype_of(node)))
     place = t.graph.constant(np.int32(found.axis(axis)), "int32")
     made = Tensor(found.tensor.shape, found.tensor.dtype)
     return found.like(t.graph.add("CUMSUM", [found.tensor, place], [made], ("Cumsum", {})))
 
 
-def argmax(t: Operations, node: Node, x: Value, axis: Any = None, keepdim: bool = False) -> Value:
-    found = t.builder.floats(x)
-    if axis is None:
-        raise no_operator(node, "argmax of a whole tensor")
-    found = t.builder.with_last(found, axis)
-    place = t.graph.constant(np.int32(len(found.order) - 1), "int32")
-    out = Tensor(tuple(found.tensor.shape[:-1]), "int64")
-    made = t.graph.add("ARG_MAX", [found.tensor, place], [out], ("ArgMax", {"outputType": 4}))
-    axis %= len(found.order)
-    order = tuple(one if one < axis else one - 1 for one in found.order[:-1])
-    result: Value = Known(made, order)
-    return reshaped(t, result, shape_of(node)) if keepdim else result
+def _index_of(name: str) -> Callable[..., Value]:
+    """Returns the function for the indices of the largest elements, "ArgMax", or of the smallest, "ArgMin"."""
+
+    def find(t: Operations, node: Node, x: Value, axis: Any = None, keepdim: bool = False) -> Value:
+        found = t.builder.floats(x)
+        if axis is None:
+            raise no_operator(node, f"{name.lower()} of a whole tensor")
+        found = t.builder.with_last(found, axis)
+        place = t.graph.constant(np.int32(len(found.order) - 1), "int32")
+        out = Tensor(tuple(found.tensor.shape[:-1]), "int64")
+        code = {"ArgMax": "ARG_MAX", "ArgMin": "ARG_MIN"}[name]
+        made = t.graph.add(code, [found.tensor, place], [out], (name, {"outputType": 4}))
+        axis %= len(found.order)
+        order = tuple(one if one < axis else one - 1 for one in found.order[:-1])
+        result: Value = Known(made, order)
+        return reshaped(t, result, shape_of(node)) if keepdim else result
+
+    return find
 
 
 # By the operator of torch.
@@ -157,11 +184,23 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _reduction("SUM"),
     aten.amax.default: _reduction("REDUCE_MAX"),
     aten.amin.default: _reduction("REDUCE_MIN"),
+    aten.max.default: _reduction("REDUCE_MAX"),
+    aten.min.default: _reduction("REDUCE_MIN"),
+    aten.max.dim: _extreme("REDUCE_MAX", "ArgMax"),
+    aten.min.dim: _extreme("REDUCE_MIN", "ArgMin"),
+    aten.any.dim: _reduction("REDUCE_ANY"),
+    aten.any.dims: _reduction("REDUCE_ANY"),
+    aten.any.default: _reduction("REDUCE_ANY"),
+    aten.all.dim: _reduction("REDUCE_ALL"),
+    aten.all.dims: _reduction("REDUCE_ALL"),
+    aten.all.default: _reduction("REDUCE_ALL"),
     aten.var.correction: variance,
     aten.linalg_vector_norm.default: vector_norm,
     aten.layer_norm.default: layer_norm,
     aten.group_norm.default: group_norm,
+    aten.instance_norm.default: instance_norm,
     aten._native_batch_norm_legit_no_training.default: batch_norm,
     aten.cumsum.default: cumsum,
-    aten.argmax.default: argmax,
+    aten.argmax.default: _index_of("ArgMax"),
+    aten.argmin.default: _index_of("ArgMin"),
 }

@@ -5,15 +5,21 @@ from math import prod
 
 import numpy as np
 
-from fakequant._export.litert.graph import Graph, Operator
+from fakequant._export.litert.graph import Graph, Operator, Tensor
 from fakequant._util.shown import Shown
 from fakequant._util.text import table
 
 _LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D")
-# Operators with integer kernels whose codes the golden model computes, and why they or others are computed in float.
-_WITH_CODES = {"ADD", "MUL", "MEAN"}
+# Operators that are computed on codes between quantizers, and those that move or limit codes. Why they are not.
+_BETWEEN_GRIDS = {"ADD", "MUL", "MEAN"}
 _NO_GRIDS = "its operands or its result are not quantized, or their scales are too far apart for XNNPACK"
-_NO_CODES = "the target has no integer kernel for it"
+_OF_CODES = {
+    "MAX_POOL_2D", "PAD", "PADV2", "CONCATENATION", "STRIDED_SLICE", "GATHER", "TILE", "BROADCAST_TO", "REVERSE_V2",
+    "RESIZE_NEAREST_NEIGHBOR", "RELU", "RELU6", "MAXIMUM", "MINIMUM",
+}  # fmt: skip
+_NO_INPUT = "its input is not quantized"
+# Why all others are computed in float. LiteRT has integer kernels for some.
+_NO_CODES = "the target computes it in float, whatever kernels LiteRT has"
 # Operators that only move elements, or change how they are stored.
 _FREE = {"RESHAPE", "TRANSPOSE", "QUANTIZE", "DEQUANTIZE", "SLICE", "CAST"}
 
@@ -28,7 +34,7 @@ class LitertOperator:
     # "int8", "dynamic" if the kernel computes the scales of its input, or "float".
     how: str
     multiplications: int = 0
-    # Why it is computed in float. Empty if it is not, or if there is no kernel in integers.
+    # Why it is computed in float. Empty if it is not.
     why: str = ""
 
 
@@ -88,6 +94,7 @@ def _share(operators: tuple[LitertOperator, ...]) -> float:
 def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
     """Returns the report of a graph."""
     layers, products, others, counts = [], [], [], dict[str, int]()
+    makers = {id(tensor): operator for operator in graph.operators for tensor in operator.outputs}
     for operator in graph.operators:
         counts[operator.code] = counts.get(operator.code, 0) + 1
         how = how_computed(operator)
@@ -97,31 +104,53 @@ def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
         elif operator.products:
             products.append(made)
         elif how == "float" and operator.code not in _FREE:
-            others.append(dataclasses.replace(made, why=_NO_GRIDS if operator.code in _WITH_CODES else _NO_CODES))
+            others.append(dataclasses.replace(made, why=_why_float(operator, makers)))
     moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
     parts = tuple(layers), tuple(products), tuple(others)
     return LitertExport(*parts, moves, counts, size, _most_bytes(graph), has_any_batch)
 
 
+def _why_float(operator: Operator, makers: dict[int, Operator]) -> str:
+    """Returns why an operator is computed in float. `makers` has the operators that compute tensors."""
+    if operator.code in _BETWEEN_GRIDS:
+        return _NO_GRIDS
+    floats = [tensor for tensor in operator.inputs if tensor is not None and tensor.dtype == "float32"]
+    has_codes = all(_was_codes(tensor, makers) for tensor in floats if tensor.data is None)
+    return _NO_INPUT if operator.code in _OF_CODES and not has_codes else _NO_CODES
+
+
+def _was_codes(tensor: Tensor, makers: dict[int, Operator]) -> bool:
+    maker = makers.get(id(tensor))
+    while maker is not None and maker.code in _FREE - {"DEQUANTIZE"}:
+        maker = makers.get(id(maker.inputs[0]))
+    return maker is not None and maker.code == "DEQUANTIZE"
+
+
 def _most_bytes(graph: Graph) -> int:
-    """Returns the most bytes of tensors that are needed at a time: from the operator that computes one to its last."""
-    first, last, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
+    """Returns the most bytes of tensors that are needed at a time.
+
+    Inputs are needed from the start, results until the end, and others from the operator that computes them to the last
+    one that reads them.
+    """
+    first = {id(tensor): 0 for _, tensor in graph.inputs}
+    last = dict(first)
     for number, operator in enumerate(graph.operators):
         for tensor in (*filter(None, operator.inputs), *operator.outputs):
-            if tensor.data is None:
-                first.setdefault(id(tensor), number)
-                last[id(tensor)] = number
-                sizes[id(tensor)] = int(prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
+            first.setdefault(id(tensor), number)
+            last[id(tensor)] = number
     last |= {id(tensor): len(graph.operators) for _, tensor in graph.outputs}
     totals = np.zeros(len(graph.operators), np.int64)
-    for key, size in sizes.items():
-        totals[first[key] : last[key] + 1] += size
+    for tensor in graph.tensors():
+        if tensor.data is None:
+            size = int(prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
+            totals[first[id(tensor)] : last[id(tensor)] + 1] += size
     return int(totals.max(initial=0))
 
 
 def how_computed(operator: Operator) -> str:
-    """Returns how an operator is computed: "int8", "dynamic" or "float"."""
-    if any(tensor.dtype not in ("float32",) for tensor in operator.outputs):
+    """Returns how an operator is computed: "int8", "dynamic" or "float". Integers that are no codes count as "int8"."""
+    tensors = [*filter(None, operator.inputs), *operator.outputs]
+    if any(tensor.is_codes for tensor in operator.outputs) or all(tensor.dtype != "float32" for tensor in tensors):
         return "int8"
     weight = operator.inputs[1] if len(operator.inputs) > 1 and operator.code in _LAYERS else None
     return "dynamic" if weight is not None and weight.dtype in ("int8", "int4") else "float"

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from fakequant._export.litert.builder import Constant, Known, Pending, Value, identity
+from fakequant._export.litert.elementwise import selected
 from fakequant._export.litert.graph import AnyLength, Tensor
 from fakequant._export.litert.moves import reshaped, slice_of, without_axes
 from fakequant._export.litert.operations import Operations, QuantizedWeight, no_operator, shape_of
@@ -69,13 +70,24 @@ def gathered(t: Operations, x: Value, index: Value, axis: int) -> Value:
 
 
 def index_select(t: Operations, node: Node, x: Value, axis: int, index: Value) -> Value:
-    places = _positive(index, x.shape[axis]) if isinstance(index, Constant) else index
-    return gathered(t, x, places, axis % len(x.shape))
+    return gathered(t, x, index, axis % len(x.shape))  # torch refuses negative indices
 
 
 def _positive(index: Constant, length: int) -> Constant:
     """Returns indices that count from the front."""
     return Constant(torch.where(index.value < 0, index.value + int(length), index.value))
+
+
+def _from_the_front(t: Operations, index: Value, length: int) -> Value:
+    """Returns indices that count from the front. Those of an axis of any length are left as they are."""
+    if isinstance(index, Constant):
+        return _positive(index, length)
+    if isinstance(length, AnyLength):
+        return index
+    found = t.builder.known(index)
+    zero = Constant(torch.zeros((), dtype=getattr(torch, found.tensor.dtype)))
+    is_negative = t.binary("LESS", ("Less", {}), found, zero, dtype="bool")
+    return selected(t, is_negative, t.with_number("ADD", found, int(length)), found)
 
 
 def index(t: Operations, node: Node, x: Value, indices: Sequence[Any]) -> Value:
@@ -89,7 +101,7 @@ def index(t: Operations, node: Node, x: Value, indices: Sequence[Any]) -> Value:
     if len(given) != 1 or (isinstance(given[0][1], Constant) and given[0][1].value.dtype == torch.bool):
         raise no_operator(node, "indexing by several tensors")
     axis, one = given[0]
-    return gathered(t, x, _positive(one, x.shape[axis]) if isinstance(one, Constant) else one, axis)
+    return gathered(t, x, _from_the_front(t, one, x.shape[axis]), axis)
 
 
 def embedding(t: Operations, node: Node, weight: Any, index: Value, *_: Any) -> Value:

@@ -16,6 +16,7 @@ from fakequant._export.litert.elementwise import ELEMENTWISE, add
 from fakequant._export.litert.exported_modules import Tables, Weight
 from fakequant._export.litert.graph import AnyLength, Graph, Tensor
 from fakequant._export.litert.images import IMAGES
+from fakequant._export.litert.kernels import require_kernels
 from fakequant._export.litert.layers import Layer, layer
 from fakequant._export.litert.moves import MOVES, transposed
 from fakequant._export.litert.operations import (
@@ -23,7 +24,9 @@ from fakequant._export.litert.operations import (
     Operations,
     QuantizedWeight,
     Tokens,
+    dtype_of,
     length_of,
+    name_of,
     no_operator,
     path_of,
     shape_of,
@@ -53,6 +56,7 @@ class _Translation(Operations):
         self.calls: dict[str, int] = {}
 
     def run(self, results: list[str]) -> Graph:
+        _drop_checks(self.program)
         specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs if hasattr(spec.arg, "name")}
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
@@ -63,6 +67,7 @@ class _Translation(Operations):
             elif node.op == "output":
                 self.outputs(node, results)
         self.graph.drop_unused()
+        require_kernels(self.graph)
         return self.graph
 
     def placeholder(self, node: Node, spec: Any) -> Any:
@@ -70,8 +75,8 @@ class _Translation(Operations):
         if spec.kind == InputKind.USER_INPUT:
             if not isinstance(spec.arg, TensorArgument):
                 return None
-            shape, kind = shape_of(node), str(node.meta["val"].dtype).removeprefix("torch.")
-            tensor = Tensor(shape, kind)
+            shape = shape_of(node)
+            tensor = Tensor(shape, name_of(dtype_of(node)))
             self.graph.inputs.append((node.name, tensor))
             return Known(tensor, identity(len(shape)))
         found = program.state_dict.get(spec.target)
@@ -213,6 +218,13 @@ class _Translation(Operations):
             is_transposed=is_transposed,
             groups=groups,
         )
+
+
+def _drop_checks(program: ExportedProgram) -> None:
+    """Removes nodes that nothing reads, such as the checks that casts leave behind. A file has none."""
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and not node.users and node.target is not GRID:  # calls of grids are counted
+            program.graph.erase_node(node)
 
 
 def _leaves(args: Any) -> list[Any]:
