@@ -1,5 +1,6 @@
 """The documentation site builds without warnings and loads nothing from other hosts."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from fakequant._cli.commands import COMMANDS
 
 pytest.importorskip("mkdocs", reason="the documentation needs pip install -r requirements-docs.txt")
 pytest.importorskip("mkdocstrings", reason="the documentation needs pip install -r requirements-docs.txt")
@@ -76,19 +79,38 @@ def test_site_renders_examples_as_code(built):
             assert '<span class="gp">&gt;&gt;&gt; </span>' in text, page
 
 
-@pytest.mark.parametrize("command", ["", " info", " demo", " summary", " verify", " report"])
-def test_site_shows_the_help_of_every_command(built, command):
+def test_site_shows_the_help_of_every_command(built):
     folder, _ = built
     text = re.sub(r"<[^>]*>", "", (folder / "reference" / "cli.html").read_text())
-    assert f"usage: fakequant{command} [-h]" in text
+    for command in ("", *(f" {add.__name__.removeprefix('add_')}" for add in COMMANDS)):
+        assert f"usage: fakequant{command} [-h]" in text, command
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_site_has_a_page_for_every_notebook(built, notebook):
+    folder, _ = built
+    page = (folder / "notebooks" / f"{notebook.stem}.html").read_text()
+    cells = json.loads(notebook.read_text())["cells"]
+    assert page.count('<div class="highlight">') == sum(cell["cell_type"] == "code" for cell in cells)
+    assert f'href="{notebook.name}"' in page
+    assert (folder / "notebooks" / notebook.name).read_bytes() == notebook.read_bytes()
+    # Other pages link to the page. In the repository, they link to the notebook.
+    assert f"notebooks/{notebook.stem}.ipynb" in (ROOT / "docs/index.md").read_text()
+    assert f'href="notebooks/{notebook.stem}.html"' in (folder / "index.html").read_text()
+    links = re.findall(r"\]\(([^)#]+)", notebook.read_text())
+    assert all((notebook.parent / link).is_file() for link in links)
 
 
 def test_site_lists_its_pages_for_language_models(built):
     folder, _ = built
-    listed = re.findall(r"^- \[[^]]+\]\((\S+)\): \S", (folder / "llms.txt").read_text(), re.MULTILINE)
+    text = (folder / "llms.txt").read_text()
+    listed = re.findall(r"^- \[[^]]+\]\((\S+)\): \S", text, re.MULTILINE)
     assert {"index.md", "guides/runtimes.md", "reference/models.md"} <= set(listed)
-    assert len(listed) == len(list((ROOT / "docs").rglob("*.md")))
-    assert all((folder / name).read_text() == (ROOT / "docs" / name).read_text() for name in listed)
+    written = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in written)
+    assert all((folder / path.relative_to(ROOT / "docs")).read_bytes() == path.read_bytes() for path in written)
+    # Of code, the first sentence would be no answer.
+    assert [line for line in text.splitlines() if re.search(r">>>|```|:::|:$", line)] == []
 
 
 def test_reference_has_tables_of_arguments(built):
