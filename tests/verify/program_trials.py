@@ -20,8 +20,8 @@ import torch
 import fakequant as fq
 import tamper_trials as trials
 from fakequant import recipes
-from fakequant._export.executorch.notes import _SEALED, UNSEALED, sealed
 from fakequant._export.executorch.program import make_program
+from fakequant._export.seal import SEAL, sealed
 from fakequant._runtimes.xnnpack import session as executorch
 from fakequant._runtimes.xnnpack.running import import_runtime
 
@@ -34,14 +34,9 @@ REFUSED, SAME, MISSED = 10, 11, 12
 NAMES = {REFUSED: "refused", SAME: "accepted, same bits", MISSED: "missed"}
 
 
-def resealed(data: bytes) -> bytes:
-    """Returns a changed program with a matching hash, as if it had been exported like this."""
-    return sealed(_SEALED.sub(UNSEALED.encode(), data))
-
-
 def places(data: bytes, golden: torch.nn.Module, anywhere: int, in_tensor: int) -> Iterator[tuple[str, int]]:
     """Yields a description and the number of each byte to change: some anywhere, and some of every tensor."""
-    rng, seal = np.random.default_rng(0), _SEALED.search(data)
+    rng, seal = np.random.default_rng(0), SEAL.search(data)
     assert seal is not None
     for place in sorted(rng.choice(len(data), anywhere, replace=False).tolist()):
         if not seal.start() <= place < seal.end():
@@ -94,7 +89,7 @@ def tried(name: str, folder: Path, *numbers: int) -> Iterator[dict[str, str]]:
     executorch.make_program = lambda *args, **options: made  # `verify` would make it again in every trial
     assert forked(lambda: kept.write_bytes(results(whole, x)) and 0) == 0
     expected, rng = kept.read_bytes(), np.random.default_rng(1)
-    for what, data in (("nothing", whole), ("nothing", resealed(whole))):
+    for what, data in (("nothing", whole), ("nothing", sealed(whole))):
         yield trial(name, what, data is not whole, forked(lambda d=data: outcome(model, d, x, expected, path)))
     for number, (what, place) in enumerate(places(whole, golden, *numbers)):
         bit = int(rng.integers(8))
@@ -102,7 +97,7 @@ def tried(name: str, folder: Path, *numbers: int) -> Iterator[dict[str, str]]:
         if number % 3 == 0:
             code = forked(functools.partial(outcome, model, changed, x, expected, path))
             yield trial(name, f"{what}, bit {bit}", False, code)
-        code = forked(functools.partial(outcome, model, resealed(changed), x, expected, path))
+        code = forked(functools.partial(outcome, model, sealed(changed), x, expected, path))
         yield trial(name, f"{what}, bit {bit}", True, code)
 
 

@@ -1,16 +1,19 @@
 """`verify` accepts no .tflite file that was changed, whether or not its hash was made to match."""
 
+import dataclasses
 import platform
 
 import numpy as np
 import pytest
 
 import fakequant as fq
+from fakequant import QuantSpec, recipes
 from thoroughness import ALL
 
 pytest.importorskip("torch")
 pytest.importorskip("ai_edge_litert.interpreter")
 files = pytest.importorskip("fakequant._export.litert.file")
+seals = pytest.importorskip("fakequant._export.seal")
 digit_models = pytest.importorskip("digit_models")
 
 pytestmark = [
@@ -18,16 +21,45 @@ pytestmark = [
     pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the target is for x86"),
 ]
 DATA = [digit_models.digits(16, 2)]
-TAMPERS = 240 if ALL else 12
+# How many bytes are changed anywhere in a file, and in its constants and scales.
+ANYWHERE, IN_CONSTANTS = (30, 40) if ALL else (2, 4)
+
+
+def weights_in_4_bits(target):
+    config = recipes.int8_dynamic(target=target)
+    return dataclasses.replace(config, default=dataclasses.replace(config.default, weight=QuantSpec(bits=4, axis=0)))
+
+
+MODELS = {
+    "integers": ("mlp", recipes.int8),
+    "convolutions": ("residual", recipes.int8),
+    "dynamic scales": ("mlp", recipes.int8_dynamic),
+    "4 bits": ("mlp", weights_in_4_bits),
+    "float operators": ("encoder", recipes.w4a8),
+}
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A model and its file."""
-    model = digit_models.calibrated("mlp", "int8", "litert")
-    path = tmp_path_factory.mktemp("exported") / "model.tflite"
-    fq.export_litert(model, path, DATA[0])
-    return model, path
+def files_of(tmp_path_factory):
+    """A function that returns a model and its file, exported once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            build, recipe = MODELS[name]
+            model = fq.prepare(digit_models.float_model(build), recipe(target="litert"), DATA[0])
+            model = fq.calibrate(model, [digit_models.digits(32, 1)], progress=False).eval()
+            path = tmp_path_factory.mktemp("exported") / "model.tflite"
+            fq.export_litert(model, path, DATA[0])
+            made[name] = model, path
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def exported(files_of):
+    return files_of("integers")
 
 
 def says_ok(model, data, path):
@@ -48,28 +80,53 @@ def test_damaged_files(exported, tmp_path):
         (whole[: len(whole) // 2], "was changed|is damaged"),
         (whole[:8] + bytes(1000), "is damaged"),
         (whole.replace(b"sha256:", b"sha255:"), "was not written by fakequant.export_litert"),
+        (seals.sealed(whole.replace(b"fakequant.parameters", b"fakequant.parameter_")), "is damaged"),
+        (seals.sealed(whole.replace(b'"int8"', b'"int9"')), "is not the file that fakequant.export_litert writes"),
     ):
         bad.write_bytes(data)
         with pytest.raises(ValueError, match=message):
             fq.verify(model, bad, DATA, runtime="litert")
 
 
-def test_changed_bytes(exported, tmp_path, record_property):
-    """Every second hash is made to match again."""
-    model, path = exported
+def test_files_have_layers_of_all_kinds(files_of):
+    kinds = {name: files.LitertFile(files_of(name)[1]) for name in MODELS}
+    operators = {n: {code.builtinCode for code in file.model.operatorCodes} for n, file in kinds.items()}
+    types = {n: {tensor.type for tensor in file.graph.tensors} for n, file in kinds.items()}
+    schema = files.schema()
+    assert schema.BuiltinOperator.CONV_2D in operators["convolutions"]
+    assert schema.BuiltinOperator.SOFTMAX in operators["float operators"]
+    assert schema.BuiltinOperator.QUANTIZE not in operators["dynamic scales"]
+    assert schema.TensorType.INT4 in types["4 bits"]
+
+
+def places(data, rng):
+    """Returns the numbers of bytes to change: some anywhere, and some of constants and of scales."""
+    seal = seals.SEAL.search(data)
+    model = files.schema().ModelT.InitFromPackedBuf(data)
+    found = rng.choice(len(data), ANYWHERE, replace=False).tolist()
+    stored = [model.buffers[tensor.buffer].data for tensor in model.subgraphs[0].tensors]
+    stored += [tensor.quantization and tensor.quantization.scale for tensor in model.subgraphs[0].tensors]
+    parts = [part.tobytes() for part in stored if part is not None and len(part)]
+    for part in rng.permutation(np.array(parts, object))[:IN_CONSTANTS]:
+        found.append(data.index(part) + int(rng.integers(len(part))))
+    return [place for place in dict.fromkeys(found) if not seal.start() <= place < seal.end()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_bytes(name, files_of, tmp_path, record_property):
+    """Every hash is made to match again, but for every fourth."""
+    model, path = files_of(name)
     whole, rng = path.read_bytes(), np.random.default_rng(0)
-    seal = files._SEALED.search(whole)
-    ok = []
-    assert says_ok(model, files.sealed(whole), tmp_path / "m.tflite")
-    for number, place in enumerate(rng.choice(len(whole), TAMPERS, replace=False).tolist()):
-        if seal.start() <= place < seal.end():
-            continue
+    assert says_ok(model, seals.sealed(whole), tmp_path / "m.tflite")
+    tried, ok = places(whole, rng), []
+    for number, place in enumerate(tried):
         changed = bytearray(whole)
         changed[place] ^= 1 << int(rng.integers(8))
-        data = files.sealed(bytes(changed)) if number % 2 else bytes(changed)
+        data = seals.sealed(bytes(changed)) if number % 4 else bytes(changed)
         if says_ok(model, data, tmp_path / "m.tflite"):
             ok.append((number, place))
-    record_property("tampers", TAMPERS)
+    record_property("tampers", len(tried))
+    assert len(tried) >= (ANYWHERE + IN_CONSTANTS) // 2
     assert ok == []
 
 
@@ -100,4 +157,4 @@ def test_changed_parts(change, exported, tmp_path):
     model, path = exported
     made = files.schema().ModelT.InitFromPackedBuf(path.read_bytes())
     change(made.subgraphs[0], made)
-    assert not says_ok(model, files.sealed(files.pack(made)), tmp_path / "m.tflite")
+    assert not says_ok(model, seals.sealed(files.pack(made)), tmp_path / "m.tflite")

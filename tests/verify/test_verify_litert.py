@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ai_edge_litert.interpreter")
 recipes = pytest.importorskip("fakequant.recipes")
 digit_models = pytest.importorskip("digit_models")
+files = pytest.importorskip("fakequant._export.litert.file")
 
 pytestmark = [
     pytest.mark.usefixtures("torch_on_one_thread"),
@@ -20,6 +21,8 @@ pytestmark = [
 ]
 # Every recipe occurs, and every model in `make test-all`.
 CASES = [("residual", "lsq"), ("encoder", "int8")] + ([("mlp", "int8"), ("depthwise", "w4a8")] if ALL else [])
+# The number of the activation in the schema.
+RELU6 = 3
 DATA = [digit_models.digits(16, 2), digit_models.digits(16, 3)]
 
 
@@ -68,22 +71,65 @@ def test_inputs_without_the_rule_of_xnnpack_are_noticed(exported):
     assert not found.ok
 
 
-def test_relu6_of_sums_at_ties(tmp_path):
-    """The kernel limits codes. Every odd sum lies between two codes: a step of sums is half a step of results."""
+def set_grids(scales, *quantizers):
+    """Gives quantizers these scales, and one grid from -5 to 250 steps."""
+    for quantizer, scale in zip(quantizers, scales, strict=True):
+        quantizer.set_qparams(torch.tensor(scale), torch.tensor(5))
+
+
+@pytest.mark.parametrize("step", [1 / 16, 0.05])
+def test_relu6_of_sums_at_ties(step, tmp_path):
+    """The kernel limits codes. Every odd sum lies between two codes: a step of sums is half a step of results.
+
+    The prepared model adds floats, so it is at the same ties only if the scales are powers of 2.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.ReLU6(), torch.nn.Linear(16, 4))
     with torch.no_grad():
         model[0].weight.copy_(torch.randint(-3, 4, (16, 8)))
         model[0].weight[:, 0] = 127  # the scale of weights is 1
-    x = torch.randint(0, 40, (500, 8)) * 0.05
+    x = torch.randint(0, 40, (500, 8)) * step
     x[:, 0] = 0
     model = fq.calibrate(fq.prepare(model.eval(), recipes.int8(target="litert"), x), [x], progress=False)
-    for layer, scale in ((model[0], 0.05), (model[2], 0.1)):
-        layer.input_quantizer.scale.fill_(scale)
-        layer.input_quantizer.zero_point.zero_()
-    fq.export_litert(model, tmp_path / "m.tflite", x)
+    set_grids([step, 2 * step], model[0].input_quantizer, model[2].input_quantizer)
+    report = fq.export_litert(model, tmp_path / "m.tflite", x)
+    graph = files.LitertFile(tmp_path / "m.tflite").graph
+    fused = [getattr(operator.builtinOptions, "fusedActivationFunction", None) for operator in graph.operators]
+    assert report.operators == {"QUANTIZE": 1, "FULLY_CONNECTED": 2, "DEQUANTIZE": 1}
+    assert fused == [None, RELU6, 0, None]
+    sums = torch.round(torch.nn.functional.linear(x, model[0].weight) / step)
+    assert (sums % 2 == 1).float().mean() > 0.4
+    assert (sums * step > 6).any()
     found = fq.verify(model, tmp_path / "m.tflite", [x])
     assert [t.runtime_differ for t in found.tensors] == [0, 0, 0]
+    is_exact = step == 1 / 16
+    assert (found.ok, found.tensors[1].prepared_differ == 0) == (is_exact, is_exact), str(found)
+
+
+class Averaged(torch.nn.Module):
+    """A layer that returns its input, and the mean of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = torch.nn.Conv2d(4, 4, 1, bias=False), torch.nn.Linear(4, 3)
+        self.stem.weight.data = torch.eye(4)[:, :, None, None]
+
+    def forward(self, x):
+        return self.head(self.stem(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("ratio", "number"), [(128.0, 1), (256.0, 2)])
+def test_means_on_a_finer_grid(ratio, number, tmp_path):
+    """XNNPACK has no kernel for means on a grid that is 256 times as fine. Odd sums are ties."""
+    x = torch.randint(-4, 5, (64, 4, 16, int(2 * ratio) // 16), generator=torch.Generator().manual_seed(0)) / 8
+    model = fq.prepare(Averaged().eval(), recipes.int8(target="litert"), x)
+    model = fq.calibrate(model, [x], progress=False)
+    quantizers = model.stem.input_quantizer, model.stem.output_quantizer, model.head.input_quantizer
+    set_grids([1 / 8, 1 / 8, 1 / 8 / ratio], *quantizers)
+    report = fq.export_litert(model, tmp_path / "m.tflite", x)
+    assert report.operators["QUANTIZE"] == number
+    found = fq.verify(model, tmp_path / "m.tflite", [x])
+    assert sum(t.runtime_differ for t in found.tensors) == 0, str(found)
 
 
 def test_batches(exported):
@@ -95,6 +141,48 @@ def test_batches(exported):
         ValueError, match=r"shape \(16, 1, 8, 8\), got one of shape \(3, 1, 8, 8\)(.|\n)*dynamic_batch=True"
     ):
         fq.verify(model, path, [DATA[0][:3]])
+
+
+class Joining(torch.nn.Module):
+    """The tokens of all texts are rows of one tensor. Learned tokens are the same for all texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)
+        self.learned = torch.nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x):
+        learned = self.second(self.first(self.learned.expand(x.shape[0], 8)))
+        return self.second(self.first(x.reshape(-1, 8))).reshape(x.shape[0], -1, 3) + learned[:, None]
+
+
+def test_batches_in_an_axis_with_others(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    model = fq.calibrate(fq.prepare(Joining(), recipes.int8(target="litert"), x), [x], progress=False).eval()
+    fq.export_litert(model, tmp_path / "m.tflite", x, dynamic_batch=True)
+    found = fq.verify(model, tmp_path / "m.tflite", [x, torch.randn(1, 5, 8), torch.randn(7, 5, 8)])
+    assert found.ok, str(found)
+    assert sum(t.runtime_differ for t in found.tensors) == 0
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x, factor=1.0):
+        return self.fc(x) * factor
+
+
+def test_other_constants_are_named(tmp_path):
+    example = {"x": torch.randn(2, 8), "factor": 3.0}
+    model = fq.prepare(Scaled(), recipes.int8(target="litert"), example)
+    model = fq.calibrate(model, [example], progress=False).eval()
+    fq.export_litert(model, tmp_path / "m.tflite", example)
+    assert fq.verify(model, tmp_path / "m.tflite", [example]).ok
+    with pytest.raises(ValueError, match=r"for this model with factor=2\.0: it was exported with other arguments"):
+        fq.verify(model, tmp_path / "m.tflite", [{**example, "factor": 2.0}])
 
 
 def test_latency(exported):

@@ -41,6 +41,10 @@ class Int8Arithmetic(Reference):
         """Returns True if there is a kernel for products of elements of tensors with these scales."""
         return True
 
+    def has_average(self, x_scale: float, scale: float) -> bool:
+        """Returns True if there is a kernel for means of a tensor with these scales."""
+        return True
+
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """clamped(x * (1 / scale)). NaN becomes the highest code.
 
@@ -92,8 +96,12 @@ class Int8Arithmetic(Reference):
 
         The factor is k = (x_grid.scale / grid.scale) * (1 / number). The codes and zero points are those in the file,
         so 8-bit unsigned ones are 128 smaller here.
+
+        Where there is no kernel for the scales (`has_average`), the floats are averaged.
         """
         x = plain(x)
+        if not self.has_average(float(x_grid.scale), float(grid.scale)):
+            return self.from_float(x.float().mean(axes, keepdim=True), grid)
         number = torch.tensor(1.0)
         for axis in axes:
             number = number * x.shape[axis]

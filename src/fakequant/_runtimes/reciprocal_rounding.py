@@ -35,27 +35,34 @@ def token_codes(x: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
     return (torch.round(x * k) + zero_point).clamp(-128, 127)
 
 
-def reciprocal_code(number: float, scale: Tensor | float, zero_point: Tensor | int) -> int:
-    """Returns the code of a number, which is not clipped.
+def reciprocal_codes(x: Tensor, scale: Tensor | float, zero_point: Tensor | int) -> Tensor:
+    """Returns the codes of floats, which are not clipped.
 
-    >>> reciprocal_code(6.0, 0.5, -3)
-    9
+    >>> reciprocal_codes(torch.tensor([6.0, -1.0]), 0.5, -3)
+    tensor([ 9., -5.])
     """
-    step = torch.as_tensor(scale, dtype=torch.float32)
-    return int(torch.round(torch.tensor(number, dtype=torch.float32) * (1 / step))) + int(zero_point)
+    return torch.round(x.float() * (1 / torch.as_tensor(scale, dtype=torch.float32))) + zero_point
+
+
+def reciprocal_code(number: float, scale: Tensor | float, zero_point: Tensor | int) -> int:
+    """Returns the code of a number, which is not clipped."""
+    return int(reciprocal_codes(torch.tensor(number), scale, zero_point))
 
 
 class ReciprocalRounding(Rounding):
-    """The base of roundings of runtimes that have this rule."""
+    """The rounding of a room whose runtime has this rule."""
+
+    def __init__(self, name: str, token_spec: QuantSpec) -> None:
+        self.name, self.token_spec = name, token_spec
 
     def codes(self, x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
         """Returns the codes of a float tensor."""
-        return torch.round(x.float() * (1 / scale)) + zero_point
+        return reciprocal_codes(x, scale, zero_point)
 
     def tokens(self, x: Tensor) -> Tensor:
         """Fake-quantizes a tensor per token. The gradient is that of the identity.
 
-        >>> ReciprocalRounding().tokens(torch.tensor([[0.0, 1.0, 2.55]]))
+        >>> ReciprocalRounding("room", QuantSpec().per_token()).tokens(torch.tensor([[0.0, 1.0, 2.55]]))
         tensor([[0.0000, 1.0000, 2.5500]])
         """
         with torch.no_grad():

@@ -19,11 +19,12 @@ from fakequant._export.example import (
     without_autocast,
 )
 from fakequant._export.executorch.delegation import Delegation
-from fakequant._export.executorch.notes import FILE, UNSEALED, sealed
+from fakequant._export.executorch.notes import FILE
 from fakequant._export.executorch.program import MissingKernel, Program, make_program
 from fakequant._export.failures import reason_of
 from fakequant._export.layers import DynamicLength
 from fakequant._export.notes import OUTPUTS, PARAMETERS, TARGET, digest_of_parameters
+from fakequant._export.seal import UNSEALED, sealed
 from fakequant._model.running import Args, Batch, Kwargs, check_module
 from fakequant._runtimes.xnnpack.running import Loaded, RuntimeFailure, import_executorch, require_elements
 from fakequant._util.files import writing

@@ -1,24 +1,19 @@
 """Notes in exported programs: what a file was made for, from which parameters, and whether it has changed since.
 
-Notes are methods of the program that return a string. The last one is a hash of the file, in which the hash itself is
-replaced by zeros.
+Notes are methods of the program that return a string. The last one is the seal of the file.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET
+from fakequant._export.seal import is_unchanged
 from fakequant._runtimes.xnnpack.running import collecting_messages, import_runtime
 
 FILE = "fakequant.file"
-_SEAL = b"sha256:"
-UNSEALED = _SEAL.decode() + "0" * 64
-_SEALED = re.compile(_SEAL + b"[0-9a-f]{64}")
 # What follows the first four bytes of every program.
 MAGIC = b"ET12"
 
@@ -39,13 +34,6 @@ class Notes:
     is_unchanged: bool
 
 
-def sealed(data: bytes) -> bytes:
-    """Returns the bytes of a program with their hash in the place that is reserved for it."""
-    place = UNSEALED.encode()
-    assert data.count(place) == 1, "the program has one place for its hash"
-    return data.replace(place, _SEAL + hashlib.sha256(data).hexdigest().encode())
-
-
 def read_notes(path: str | os.PathLike[str]) -> Notes:
     """Returns the notes of a file. Raises ValueError if it is damaged, or was not written by `export_executorch`."""
     data = Path(path).read_bytes()
@@ -56,23 +44,12 @@ def read_notes(path: str | os.PathLike[str]) -> Notes:
     try:
         inputs = tuple(json.loads(methods[INPUTS]))
         outputs = json.loads(methods[OUTPUTS]) if OUTPUTS in methods else None
-        return Notes(methods[TARGET], inputs, outputs, methods[PARAMETERS], _is_unchanged(data))
+        return Notes(methods[TARGET], inputs, outputs, methods[PARAMETERS], is_unchanged(data))
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} was not written by fakequant.export_executorch: its notes are missing.\n"
             "Use fakequant.export_executorch to write it."
         ) from error
-
-
-def _is_unchanged(data: bytes) -> bool:
-    return any(
-        match.group()[len(_SEAL) :] == hashlib.sha256(_unsealed(data, match.start())).hexdigest().encode()
-        for match in _SEALED.finditer(data)
-    )
-
-
-def _unsealed(data: bytes, start: int) -> bytes:
-    return data[:start] + UNSEALED.encode() + data[start + len(UNSEALED) :]
 
 
 def _methods(data: bytes, path: object) -> dict[str, Any]:

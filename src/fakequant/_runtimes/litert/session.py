@@ -38,8 +38,9 @@ class LitertSession(Session):
         notes = self._file.notes
         self.target, self.parameters, self.results = notes[TARGET], notes[PARAMETERS], notes[OUTPUTS]
         self.is_as_written = True
-        # The name of the tensor, the order of its axes and which have any length, by the name of a quantizer's call.
-        self._codes: dict[str, tuple[str, list[int], list[bool]]] = notes["codes"]
+        # The name of the tensor, the order of its axes, and how often each has the length of the batch or 0, by the
+        # name of a quantizer's call.
+        self._codes: dict[str, tuple[str, list[int], list[int]]] = notes["codes"]
         self._watching = list(dict.fromkeys(name for name, _, _ in self._codes.values()))
         self._plain: Loaded | None = None
         self._watched: Loaded | None = None
@@ -59,7 +60,7 @@ class LitertSession(Session):
         how = self._file.notes[KERNELS]
         for path, module in golden.named_modules():
             record = find_record(module)
-            if isinstance(record, Integers) and record.weight_spec is not None and path in how:
+            if isinstance(record, Integers) and record.weight_spec is not None and how.get(path) in _KERNELS:
                 self.kernels[path] = _KERNELS[how[path]]
         self.integers = {path for path in self.kernels if how[path] != "float"}
 
@@ -73,9 +74,17 @@ class LitertSession(Session):
         kwargs = {name: kwargs[name] for name in [*order, *(kwargs.keys() - set(order))]}
         graph = make_graph(golden, args, kwargs, results, has_any_batch=self._file.has_any_length)
         if file_of(golden, graph, results) != self._file.data:
+            given = inspect.signature(golden.forward).bind_partial(*args, **kwargs).arguments
+            constants = [
+                f"{name}={value!r}"
+                for name, value in given.items()
+                if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+            ]
+            values = f" with {', '.join(constants)}" if constants else ""
             raise ValueError(
-                f"{self.path} is not the file that fakequant.export_litert writes for this model: it was changed, or "
-                "another version wrote it.\nExport the model again."
+                f"{self.path} is not the file that fakequant.export_litert writes for this model{values}: it was "
+                "exported with other arguments that are no tensors, it was changed, or another version wrote it.\n"
+                "Use the arguments of the export, or export the model again."
             )
 
     def run(self, args: Args, kwargs: Kwargs) -> Run:
@@ -87,13 +96,13 @@ class LitertSession(Session):
         run = Run(found[: len(results)], results, {}, {})
         arrays = dict(zip(self._watching, found[len(results) :], strict=True))
         batch = next((x.shape[0] for x, shape in zip(inputs, self._file.shapes, strict=True) if -1 in shape), 1)
-        for name, (tensor, order, is_long) in self._codes.items():
+        for name, (tensor, order, batches) in self._codes.items():
             path, number = parse_call(name)
             grid = self._grids.get(path)
             shift = 128 if grid is not None and grid.spec.qmax > 127 else 0
             codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
             # Rows that are the same for the whole batch are computed once.
-            lengths = [batch if any_length else size for any_length, size in zip(is_long, codes.shape, strict=True)]
+            lengths = [times * batch if times and size == 1 else size for times, size in zip(batches, codes.shape)]
             codes = np.broadcast_to(codes, lengths).copy()
             run.codes.setdefault(path, {})[number] = codes.transpose([order.index(axis) for axis in range(len(order))])
         return run

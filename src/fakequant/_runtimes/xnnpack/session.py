@@ -17,9 +17,10 @@ from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import GridOf, codes_of
 from fakequant._export.executorch.delegation import Delegation, How
 from fakequant._export.executorch.exported_modules import has_transposed_groups
-from fakequant._export.executorch.notes import FILE, MAGIC, UNSEALED, read_notes, sealed
+from fakequant._export.executorch.notes import FILE, MAGIC, read_notes
 from fakequant._export.executorch.program import Program, make_float_program, make_program
 from fakequant._export.notes import PARAMETERS, TARGET
+from fakequant._export.seal import UNSEALED, sealed
 from fakequant._model.running import Args, Kwargs
 from fakequant._runtimes.session import Array, Run, Session, starts_with
 from fakequant._runtimes.xnnpack.running import Loaded, require_elements, thread_count, times_of_programs
