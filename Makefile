@@ -107,7 +107,7 @@ $(VENV)/.installed: requirements-dev.txt requirements-runtimes.txt requirements-
 	touch $@
 
 $(VENV)/.built: $(VENV)/.demo $(SOURCES)
-	@echo "Compiling takes about a minute on two cores, and less if little has changed."
+	@echo "Compiling takes two to five minutes on two cores, and less if little has changed."
 	$(PY) $(INSTALL)
 	touch $@
 

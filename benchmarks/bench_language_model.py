@@ -55,7 +55,8 @@ def generate(model: LlamaForCausalLM, *, frozen: bool = False) -> torch.Tensor:
 
 def measure(model: LlamaForCausalLM, config: fq.QuantConfig, rounds: int) -> dict[str, float]:
     """Returns the times of one recipe over the float model's."""
-    prepared = fq.prepare(copy.deepcopy(model), config, {"input_ids": PROMPT}).eval()
+    batch = {"input_ids": PROMPT}
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), config, batch), [batch], progress=False).eval()
     if not torch.equal(generate(prepared), generate(prepared, frozen=True)):
         raise AssertionError("The frozen model has generated other tokens.")
     contenders: dict[str, Callable[[], object]] = {

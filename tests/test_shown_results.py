@@ -48,6 +48,14 @@ def test_specs_have_short_representations_that_make_them_again(value):
     assert len(repr(value)) < 120
 
 
+def test_specs_and_layers_show_themselves_in_notebooks():
+    spec = fq.presets.int4(group_size=32)
+    assert cells(spec._repr_html_(), "p") == [repr(spec), str(spec)]
+    layer = fq.LayerConfig(weight=spec, learned=True)
+    assert cells(layer._repr_html_(), "th") == ["layers", "weight", "input", "output", "also"]
+    assert cells(layer._repr_html_(), "td") == ["layer", str(spec), "-", "-", "learned"]
+
+
 def test_code_and_columns_keep_their_spaces_in_html():
     html = html_of("next:\n\nimport fakequant as fq\n\nx = f(1)      # <one>\ny = 2\n\nthe end")
     assert re.findall("<pre [^>]*>(.*?)</pre>", html, re.DOTALL) == [

@@ -15,10 +15,9 @@ try:
 except ImportError as error:
     raise ImportError(
         f"fakequant's compiled kernels could not be loaded ({error}).\n"
-        "They are built when the package is installed. Reinstall it:\n"
-        "    pip install --force-reinstall --no-cache-dir fakequant\n"
-        "or, in a source checkout with a C++20 compiler:\n"
-        "    pip install ."
+        "They are built when the package is installed. Install it again, in a clone of the repository:\n"
+        "    pip install --force-reinstall --no-deps .\n"
+        "It needs GCC or Clang, with C++20."
     ) from error
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fakequant.observers as observers
 from fakequant import _runtimes
-from fakequant._util.shown import Shown, short_repr
+from fakequant._util.shown import Shown, html_of, short_repr
 from fakequant._util.text import read_json, shortened, table
 from fakequant.observers import Observer
 from fakequant.spec import QuantSpec
@@ -57,6 +57,10 @@ class LayerConfig:
     activation_quantizer: type[nn.Module] | None = None
 
     __repr__ = short_repr
+
+    def _repr_html_(self) -> str:
+        """Returns a table for notebooks."""
+        return html_of(_table_of([("layer", self)]))
 
     def __post_init__(self) -> None:
         for name in _TENSORS:
@@ -108,6 +112,17 @@ class LayerConfig:
             if isinstance(read.get(name), str):
                 read[name] = _named(read[name])
         return cls(**read)
+
+
+def _table_of(layers: "list[tuple[str, LayerConfig | None]]") -> str:
+    """Returns a table of named layers: the specs of their tensors, and what else is set."""
+    others = ["" if use is None else use._others() for _, use in layers]
+    header = ["layers", *_TENSORS, *(["also"] if any(others) else [])]
+    rows = [
+        [name, *(str(getattr(use, tensor, None) or "-") for tensor in _TENSORS), *([more] if any(others) else [])]
+        for (name, use), more in zip(layers, others, strict=True)
+    ]
+    return table(header, rows)
 
 
 _TENSORS = ("weight", "input", "output")
@@ -257,15 +272,9 @@ class QuantConfig(Shown):
             *((rule._layers(), rule.use) for rule in self.rules),
             ("all others" if self.rules else "all", self.default),
         ]
-        others = ["" if use is None else use._others() for _, use in layers]
-        header = ["layers", *_TENSORS, *(["also"] if any(others) else [])]
-        rows = [
-            [name, *(str(getattr(use, tensor, None) or "-") for tensor in _TENSORS), *([more] if any(others) else [])]
-            for (name, use), more in zip(layers, others, strict=True)
-        ]
         set_ = (f for f in dataclasses.fields(self) if f.name not in ("default", "rules", "target"))
         fields = [f"{f.name}: {getattr(self, f.name)}" for f in set_ if getattr(self, f.name) != f.default]
-        return "\n".join([table(header, rows), "", *fields, f"target: {self.target}"])
+        return "\n".join([_table_of(layers), "", *fields, f"target: {self.target}"])
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """Returns a copy with a new rule placed before all others.

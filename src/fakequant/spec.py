@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from fakequant._util.shown import short_repr
+from fakequant._util.shown import html_of, short_repr
 from fakequant._util.text import MAX_IN_MESSAGE, read_json, shortened
 from fakequant.formats import (
     FLOAT_FORMATS,
@@ -392,6 +392,10 @@ class QuantSpec:
 
     def __repr__(self) -> str:
         return short_repr(self, "bits") if self.format == "int" else short_repr(self)
+
+    def _repr_html_(self) -> str:
+        """Returns the call that makes it and its description, for notebooks."""
+        return html_of(f"{self!r}\n{self}")
 
     def __str__(self) -> str:
         """Returns a short description, for tables.

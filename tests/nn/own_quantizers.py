@@ -1,4 +1,4 @@
-"""Quantizers as users write them: another gradient, stochastic rounding, ternary, DoReFa, and unequal steps."""
+"""Quantizers as users write them: another gradient, stochastic rounding, ternary, DoReFa-like, and unequal steps."""
 
 import torch
 
@@ -32,8 +32,8 @@ class Ternary(fq.nn.FakeQuantize):
         return x + (fq.fake_quantize(x.detach(), self.scale, 0, self.spec) - x).detach()
 
 
-class DoReFa(fq.nn.FakeQuantize):
-    """Weights of DoReFa-Net: tanh(x) / max |tanh(x)|, on a grid from -1 to 1."""
+class DoReFaLike(fq.nn.FakeQuantize):
+    """Weights like those of DoReFa-Net: tanh(x) / max |tanh(x)|, on a grid from -1 to 1 that has 0."""
 
     def forward(self, x):
         if self.training:

@@ -20,7 +20,7 @@ SPECS = {
     "OtherGradient": fq.QuantSpec(bits=4, axis=0),
     "Stochastic": fq.QuantSpec(bits=4, narrow_range=True, axis=0),
     "Ternary": fq.QuantSpec(bits=2, narrow_range=True),
-    "DoReFa": fq.QuantSpec(bits=4, narrow_range=True),
+    "DoReFaLike": fq.QuantSpec(bits=4, narrow_range=True),
     "PowersOfTwo": fq.QuantSpec(bits=4, narrow_range=True, axis=0),
 }
 
@@ -131,7 +131,7 @@ def test_wrong_classes_are_refused():
             fq.LayerConfig.from_dict({"weight_quantizer": name})
 
 
-@pytest.mark.parametrize("name", ["PowersOfTwo", "DoReFa"])
+@pytest.mark.parametrize("name", ["PowersOfTwo", "DoReFaLike"])
 def test_gradients_do_not_depend_on_saved_codes(name):
     x, found = (
         torch.randn(512, 512, generator=torch.Generator().manual_seed(1)),

@@ -46,6 +46,14 @@ def test_required_dependencies_are_numpy_and_ml_dtypes():
     assert {Requirement(line).name for line in PROJECT["project"]["dependencies"]} == {"numpy", "ml_dtypes"}
 
 
+def test_wheels_are_built_for_the_documented_versions_of_python():
+    classifiers = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.MULTILINE)
+    built = [f"3.{one[3:-2]}" for one in PROJECT["tool"]["cibuildwheel"]["build"]]
+    assert built == classifiers
+    for file in ("README.md", "docs/installation.md", "RELEASING.md"):
+        assert f"{built[0]} to {built[-1]}" in (ROOT / file).read_text(encoding="utf-8"), file
+
+
 def test_extras_contain_the_documented_packages():
     names = {extra: {r.name for r in requirements(extra)} for extra in EXTRAS}
     torch, onnx = {"torch", "tqdm"}, {"safetensors", "onnx", "onnxscript", "onnxruntime"}

@@ -93,7 +93,7 @@ def make_parser(add_commands: Sequence[Callable[[Commands], None]]) -> Parser:
     """Returns the parser of the whole command line, to which each of the functions adds a command."""
     parser = Parser(
         prog="fakequant",
-        description="Fake quantization for quantization-aware training.",
+        description="Quantization-aware training and post-training quantization, checked code by code in the runtime.",
         epilog="examples:\n  fakequant info\n  fakequant demo\n  fakequant COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

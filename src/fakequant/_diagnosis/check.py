@@ -21,7 +21,7 @@ from fakequant._prepare.summary import Amount, Summary, shares_in_words, summary
 from fakequant._runtimes import RUNTIMES, find
 from fakequant._train.calibrate import calibrate
 from fakequant._util.shown import Shown
-from fakequant._util.text import shortened, table
+from fakequant._util.text import counted, shortened, table
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.config import QuantConfig
@@ -192,7 +192,7 @@ class _Run:
         self.found.multiplications = seen.multiplications
         self.found.quantized_multiplications = seen.quantized_multiplications
         self.found.parameters, self.found.quantized_parameters = seen.parameters, seen.quantized_parameters
-        return f"{len(seen.layers)} layers and results quantized, {len(seen.floats)} modules in float"
+        return f"{len(seen.layers)} layers and results quantized, {counted(len(seen.floats), 'module')} in float"
 
     def _calibrate(self) -> str:
         calibrate(self.model, [self.example], progress=False)

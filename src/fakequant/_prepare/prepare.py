@@ -48,10 +48,10 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
 
     The model is run once on `example`, in evaluation mode, to see how data flows through it:
 
-        `config.operands`           modules also quantize outputs where the target needs codes: operands of additions,
-                                    concatenations, products and means, and for some targets outputs of convolutions
-        `config.first_last_bits`    which layers are first and last
-        target                      some runtimes round the model's inputs at ties in their own way
+    - `config.operands`: modules also quantize outputs where the target needs codes: operands of additions,
+      concatenations, products and means, and for some targets outputs of convolutions.
+    - `config.first_last_bits`: which layers are first and last.
+    - The target: some runtimes round the model's inputs at ties in their own way.
 
     A config with one of these needs the example; `recipes.int8`, `w4a8`, `lsq` and `fp8` are such configs. Any other
     config can do without it. Then batch norms do not fold, a layer that is called several times has one range for all

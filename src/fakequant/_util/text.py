@@ -21,6 +21,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-+-".join("-" * width for width in widths), *lines[1:]])
 
 
+def counted(number: int, one: str) -> str:
+    """Returns a number of things, in words.
+
+    >>> counted(1, "layer"), counted(2, "layer")
+    ('1 layer', '2 layers')
+    """
+    return f"{number} {one}" if number == 1 else f"{number} {one}s"
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Joins names, and says how many more there are than `most`.
 

@@ -25,7 +25,7 @@ from fakequant._prepare.summary import summary
 from fakequant._runtimes.session import Session
 from fakequant._util.files import size_of
 from fakequant._util.shown import Shown
-from fakequant._util.text import table
+from fakequant._util.text import counted, table
 from fakequant._verify.file_of_model import check_accuracy_level, open_file_of
 from fakequant._verify.float_layers import layers_in_float
 
@@ -95,7 +95,7 @@ class Latency(Shown):
                 table(["milliseconds", "median", "best"], rows),
                 "",
                 f"time over float: {self.ratio:.2f} ({self.speedup:.2f} times as fast)",
-                f"in integers: {len(self.integers)} of {layers} layers{share}",
+                f"in integers: {len(self.integers)} of {counted(layers, 'layer')}{share}",
             ]
         )
 

@@ -13,7 +13,7 @@ from fakequant._model.shelf import Shelf
 from fakequant._model.snapshot import Snapshot
 from fakequant._prepare.flow_graph import FlowGraph
 from fakequant._util.shown import Shown
-from fakequant._util.text import table
+from fakequant._util.text import counted, table
 from fakequant.nn._model_quantizers import named_quantizers
 from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -52,7 +52,7 @@ class Changes(Shown):
     ------+--------+----------------+------
     0     | Linear | 18.30          | 21.90
     <BLANKLINE>
-    gptq changed 1 of 1 layers.
+    gptq changed 1 of 1 layer.
     """
 
     # The name of the method.
@@ -79,7 +79,7 @@ class Changes(Shown):
             [x.path or "the model", x.kind, *map(_words, (x.before, x.after)), *([x.reason or ""] * with_reasons)]
             for x in self.layers
         ]
-        words = f"{self.method} changed {len(self.changed)} of {len(self.layers)} layers."
+        words = f"{self.method} changed {len(self.changed)} of {counted(len(self.layers), 'layer')}."
         words += "" if self.note is None else f"\n{self.note}"
         return f"{table(header + ['not changed because'] * with_reasons, rows)}\n\n{words}"
 

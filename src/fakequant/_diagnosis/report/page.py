@@ -25,6 +25,7 @@ from fakequant._diagnosis.report.figures import (
 from fakequant._diagnosis.report.tensor_counts import TensorCounts
 from fakequant._diagnosis.sensitivity_table import Sensitivity
 from fakequant._prepare.summary import Summary
+from fakequant._util.text import counted
 from fakequant._verify.verdict import Verification
 
 # Variables of the template: text, cells, figures, and lists and dicts of them.
@@ -330,7 +331,7 @@ def _share_tiles(summary: Summary, verification: Verification | None) -> list[Ti
     tiles = [_share_tile("Quantized", summary.quantized_multiplications, summary.quantized_parameters, summary, "")]
     if verification is not None and verification.parameters:
         floats = len(verification.floats)
-        words = f". {floats} of {verification.layers} layers run in float" if floats else ""
+        words = f". {floats} of {counted(verification.layers, 'layer')} run in float" if floats else ""
         amounts = verification.integer_multiplications, verification.integer_parameters
         tiles.append(_share_tile("In integers in the runtime", *amounts, summary, words, floats > 0))
     return tiles
@@ -351,9 +352,9 @@ def _layers_tile(summary: Summary) -> Tile:
     """Returns the tile that counts layers with quantized weights, and modules that only quantize their result."""
     with_weights = sum(layer.weight != "-" for layer in summary.layers)
     others = len(summary.layers) - with_weights
-    words = f"with their weights. In float: {len(summary.floats)} modules"
+    words = f"with their weights. In float: {counted(len(summary.floats), 'module')}"
     if others:
-        words = f"with their weights. Results only: {others}. In float: {len(summary.floats)} modules"
+        words = f"with their weights. Results only: {others}. In float: {counted(len(summary.floats), 'module')}"
     return ("Layers quantized", str(with_weights), words, False)
 
 

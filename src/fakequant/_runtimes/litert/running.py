@@ -1,6 +1,7 @@
 """Loads and runs .tflite files with LiteRT, without its messages."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,8 @@ from fakequant._util.packages import require
 
 Array = npt.NDArray[Any]
 _ADVICE = "Use a file that fakequant.export_litert wrote."
+# Where LiteRT has joined two messages without a space.
+_JOINED = re.compile(r"(?<=\S)(?=(?:Node number|Attempting to|failed to delegate|gather index) )")
 
 
 class RuntimeFailure(ValueError):
@@ -52,14 +55,15 @@ class Loaded:
         """Runs the file."""
         arrays = list(inputs)
         shapes = [array.shape for array in arrays]
-        got = ", ".join(map(str, shapes))
-        advice = "Use batches with the shapes of the exported example, or export_litert(..., dynamic_batch=True)."
-        with _explaining(f"LiteRT cannot run {self.name} on a batch of shape {got}", advice):
-            if shapes != self._shapes:
+        problem = f"LiteRT cannot run {self.name} on a batch of shape {', '.join(map(str, shapes))}"
+        if shapes != self._shapes:
+            advice = "Use batches with the shapes of the exported example, or export_litert(..., dynamic_batch=True)."
+            with _explaining(problem, advice):
                 for index, shape in zip(self.inputs, shapes, strict=True):
                     self.interpreter.resize_tensor_input(index, shape, strict=True)
                 self.interpreter.allocate_tensors()
                 self._shapes = shapes
+        with _explaining(problem, "Use batches like the exported example, with indices that are in range."):
             for index, array in zip(self.inputs, arrays, strict=True):
                 self.interpreter.set_tensor(index, array)
             self.interpreter.invoke()
@@ -82,7 +86,7 @@ def _explaining(problem: str, advice: str) -> Iterator[None]:
         with _quiet():
             yield
     except (RuntimeError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(_JOINED.sub(" ", str(error)).strip().splitlines()), type(error).__name__)
         failure = RuntimeFailure(f"{problem}: {reason}\n{advice}")
         failure.reason = reason
         raise failure from error
