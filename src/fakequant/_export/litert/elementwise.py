@@ -34,6 +34,8 @@ def _promoted(t: Operations, node: Node, *operands: Any) -> list[Value]:
 
 def _arithmetic(t: Operations, node: Node, code: str, name: str, a: Any, b: Any) -> Value:
     left, right = _promoted(t, node, a, b)
+    if dtype_of(node) == torch.bool and code in ("ADD", "MUL"):
+        return (_or if code == "ADD" else _and)(t, node, left, right)
     if dtype_of(node) != torch.float32:
         return t.binary(code, (name, {}), left, right)
     path = t.graph.path
@@ -57,7 +59,9 @@ def times(t: Operations, node: Node, value: Any, number: float) -> Any:
     if number == 1:
         return value
     (value,) = _promoted(t, node, value)
-    return Constant(value.value * number, value.long_shape) if isinstance(value, Constant) else t.with_number("MUL", value, number)
+    if isinstance(value, Constant):
+        return Constant(value.value * number, value.long_shape)
+    return t.with_number("MUL", value, number)
 
 
 def sub(t: Operations, node: Node, a: Any, b: Any, alpha: Any = 1) -> Value:
@@ -87,9 +91,9 @@ def div(t: Operations, node: Node, a: Any, b: Any, rounding_mode: str | None = N
 
 
 def trunc(t: Operations, node: Node, x: Value) -> Value:
-    """sign(x) * floor(|x|)."""
-    size = t.unary(t.unary(x, "ABS", ("Abs", {})), "FLOOR")
-    return t.binary("MUL", ("Mul", {}), t.unary(x, "SIGN"), size)
+    """Rounds down, or up below 0."""
+    is_negative = t.binary("LESS", ("Less", {}), x, Constant(torch.zeros(())), dtype="bool")
+    return selected(t, is_negative, t.unary(x, "CEIL"), t.unary(x, "FLOOR"))
 
 
 def pow_(t: Operations, node: Node, x: Any, exponent: Any) -> Value:
