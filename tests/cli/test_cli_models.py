@@ -324,6 +324,7 @@ def test_summary_with_a_recipe_that_quantizes_nothing_gives_reasons(here, capsys
 def test_summary_needs_a_recipe_or_a_prepared_model(here, capsys):
     fails(["summary", "good.py:float_model"], capsys, "good.py:float_model is not prepared; ", "--recipe int8")
     fails(["summary", "good.py:model", "--recipe", "int8"], capsys, "is already prepared; remove --recipe")
+    fails(["summary", "good.py:model", "--target", "generic"], capsys, "--target is for float models; use it with")
     fails(["summary", "good.py:float_model", "--recipe", "int8"], capsys, "int8 needs batches", "--data FILE.py:NAME")
     fails(
         ["summary", "good.py:float_model", "--recipe", "good.py:data"], capsys, "good.py:data is of type list; name a"

@@ -111,6 +111,12 @@ def test_a_stage_that_fails_is_reported_and_later_ones_still_run():
     assert "in integers" not in str(found)
 
 
+def test_an_example_that_does_not_fit_is_described():
+    stage = fq.check(nn.Sequential(nn.Linear(4, 2)), torch.ones(3, 5)).stages[0]
+    assert "mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2); This happened with `example`" in stage.note
+    assert stage.note.endswith("Sequential.forward(input) got input: float32 of shape (3, 5).")
+
+
 def test_a_model_without_layers_fails_in_prepare():
     found = fq.check(nn.Sequential(nn.ReLU()), torch.ones(2, 4))
     assert [(stage.name, stage.ok) for stage in found.stages] == [("prepare", False)]

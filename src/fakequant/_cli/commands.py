@@ -121,6 +121,7 @@ def add_summary(commands: Commands) -> None:
 
 def run_summary(options: argparse.Namespace) -> Answer:
     """Answers with the tables of `fakequant.summary`."""
+    _require_recipe(options)
     model = load_model(options.model)
     from fakequant._prepare.attach import is_prepared
     from fakequant._prepare.prepare import MissingExampleError, prepare
@@ -181,6 +182,12 @@ def find_config(options: argparse.Namespace) -> "QuantConfig":
         config = recipes.lsq(int(recipe[3:])) if recipe.startswith("lsq") else getattr(recipes, recipe)()
         target = target or (None if recipe in _OTHER_RECIPES else _TARGET)
     return dataclasses.replace(config, target=target or config.target)
+
+
+def _require_recipe(options: argparse.Namespace) -> None:
+    """Raises UsageError for a target without a recipe."""
+    if options.target and not options.recipe:
+        raise UsageError("--target is for float models; use it with --recipe")
 
 
 def given(options: argparse.Namespace, *names: str) -> list[str]:
@@ -315,8 +322,7 @@ def add_prepared(parser: Parser) -> None:
 
 def prepared_model(options: argparse.Namespace, first: Any) -> "nn.Module":
     """Returns the prepared model that the options of `add_prepared` describe. `first` shows how data flows."""
-    if options.recipe is None and options.target:
-        raise UsageError("--target is for float models; use it with --recipe")
+    _require_recipe(options)
     model = load_model(options.model)
     from fakequant._prepare.attach import is_prepared
     from fakequant._prepare.prepare import prepare

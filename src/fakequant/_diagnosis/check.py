@@ -179,8 +179,8 @@ class _Run:
         try:
             self.found.stages.append(Stage(name, True, stage()))
         except Exception as error:  # any error of any stage is a finding
-            first = str(error).strip().split("\n")[0]
-            self.found.stages.append(Stage(name, False, shortened(f"{type(error).__name__}: {first}", 120)))
+            first = shortened(f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}", 120)
+            self.found.stages.append(Stage(name, False, "; ".join([first, *getattr(error, "__notes__", ())])))
         return self.found.stages[-1].ok
 
     def _prepare(self) -> str:
