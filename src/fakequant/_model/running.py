@@ -165,7 +165,7 @@ def describing_call(model: nn.Module, batch: Batch, name: str) -> Iterator[None]
         if rest and _looks_like_labels(args[0]) and isinstance(rest[0], Tensor) and rest[0].is_floating_point():
             raise ValueError(
                 f"The model fails on {name}, which seems to be (target, input): {described}\n"
-                "Swap the two: [(x, y) for y, x in data], or (x, y) for one batch."
+                "Pass the input first: (x, y) as one batch, [(x, y) for y, x in data] as several."
             ) from error
         error.add_note(f"This happened with {name}: {described}")
         raise
