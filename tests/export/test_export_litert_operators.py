@@ -91,6 +91,7 @@ def test_integers(tmp_path):
         results += [torch.div(i.int(), 3, rounding_mode="trunc"), i.sum(1), i.int().sum(1), i.cumsum(1), i.amax(1)]
         results += [(i > 2).sum(1), (i > 2).cumsum(1), i.sqrt(), F.one_hot(i[:, :3].abs(), 8)]
         results += [torch.where(i > 2, i, 0), torch.clamp(i, min=i - 1, max=torch.tensor(2)), i.clamp(0.5, 2.5)]
+        results += [torch.maximum(i, 2 * i)[..., None] + x]  # a kernel for floats reads integers as floats
         return results
 
     assert_exact(integers, tmp_path)

@@ -130,9 +130,7 @@ def nearest(t: Operations, node: Node, x: Value, *sizes_and_scales: Any) -> Valu
     rows, columns = (int(length) for length in x.shape[2:])
     places = target(torch.arange(float(rows * columns)).reshape(1, 1, rows, columns), *sizes_and_scales)[0, 0].long()
     indices = places[:, 0] // columns, places[0] % columns
-    if all(
-        torch.equal(one, _by_ratio(int(length), len(one))) for one, length in zip(indices, x.shape[2:], strict=True)
-    ):
+    if all(map(torch.equal, indices, map(_by_ratio, (rows, columns), shape[2:]))):
         options = ("ResizeNearestNeighbor", {"alignCorners": False, "halfPixelCenters": False})
         return t.builder.moving(x, shape, lambda found: _resized(t, node, found, "RESIZE_NEAREST_NEIGHBOR", options))
     for axis, one in enumerate(indices, start=2):
@@ -142,8 +140,8 @@ def nearest(t: Operations, node: Node, x: Value, *sizes_and_scales: Any) -> Valu
 
 def _by_ratio(length: int, number: int) -> torch.Tensor:
     """Returns which elements of an axis LiteRT takes: floor(i * (length / number)), in float32."""
-    ratio = torch.tensor(float(length)) / number
-    return (torch.arange(number) * ratio).floor().clamp(max=length - 1).long()
+    ratio = torch.tensor(float(length)) / int(number)
+    return (torch.arange(int(number)) * ratio).floor().clamp(max=length - 1).long()
 
 
 def bilinear(t: Operations, node: Node, x: Value, size: Any, align_corners: bool = False, *scales: Any) -> Value:
