@@ -101,7 +101,7 @@ def test_truth_values(tmp_path):
     def truths(x, i, y):
         a, b = i > 1, x[..., 0] > 0
         results = [a & b, a | b, a ^ b, ~a, a == b, a != b, torch.logical_and(i, b), torch.logical_xor(i, b), a & True]
-        return [*results, a * b, a + b, a.any(1), a.all(1), b.any(), i.any(1, keepdim=True)]
+        return [*results, a * b, a + b, x.log().isnan(), a.any(1), a.all(1), b.any(), i.any(1, keepdim=True)]
 
     assert_exact(truths, tmp_path)
 
@@ -209,6 +209,22 @@ def test_rows_in_which_everything_is_masked(mask, is_input, empty, tmp_path):
     _, expected = fq.convert(model)(X, mask)
     assert (found[empty] == 0).all()
     torch.testing.assert_close(found, expected)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
+        return self.layer(x, src_key_padding_mask=is_padding)
+
+
+def test_padding_of_sequences(tmp_path):
+    model, _, path = written(Encoder(), (X, ~PER_KEY), tmp_path, dynamic_batch=True)
+    found = fq.verify(model, path, [(X, ~PER_KEY), (X[:1], PER_KEY[:1])])
+    assert found.ok, str(found)
 
 
 def test_masks_with_something_in_every_row_cost_one_addition(tmp_path):

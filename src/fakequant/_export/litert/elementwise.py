@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fakequant._export.litert.builder import Constant, Grid, Known, Options, Pending, Value, scale_of
+from fakequant._export.litert.builder import Constant, Grid, Known, Options, Pending, Value, scale_of, stored_shape
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.layers import FUSED
 from fakequant._export.litert.operations import Operations, as_value, dtype_of, no_operator, shape_of
@@ -128,6 +128,16 @@ def reciprocal(t: Operations, node: Node, x: Value) -> Value:
     return _arithmetic(t, node, "DIV", "Div", 1.0, x)
 
 
+def full_like(t: Operations, node: Node, x: Value, number: Any, **_: Any) -> Constant:
+    shape = shape_of(node)
+    stored = torch.full(stored_shape(shape), number, dtype=dtype_of(node))
+    return Constant(stored, None if shape == stored.shape else shape)
+
+
+def isnan(t: Operations, node: Node, x: Value) -> Value:
+    return t.binary("NOT_EQUAL", ("NotEqual", {}), x, x, dtype="bool")
+
+
 def clamp_by_tensors(t: Operations, node: Node, x: Value, low: Any = None, high: Any = None) -> Value:
     for code, bound in (("MAXIMUM", low), ("MINIMUM", high)):
         x = x if bound is None else binary(code, "MaximumMinimum")(t, node, x, bound)
@@ -219,6 +229,8 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.round.default: unary("ROUND"),
     aten.trunc.default: trunc,
     aten.sign.default: unary("SIGN"),
+    aten.isnan.default: isnan,
+    aten.full_like.default: full_like,
     aten.where.self: where,
     aten.masked_fill.Scalar: masked_fill,
     aten.eq.Tensor: _equal,
