@@ -282,6 +282,8 @@ DYNAMIC = {"dynamic_batch": True}
             "constant as long as the batch(.|\n)*dynamic_batch=False",
         ),
         (lambda x: x + torch.arange(len(x))[:, None], DYNAMIC, "to be a constant(.|\n)*dynamic_batch=False"),
+        (lambda x: torch.cat([x, torch.zeros_like(x)], 1), DYNAMIC, "constant as long as the batch"),
+        (lambda x: (x, torch.ones_like(x)), DYNAMIC, "constant as long as the batch"),
     ],
 )
 def test_models_that_cannot_be_exported(function, options, message, tmp_path):

@@ -151,7 +151,7 @@ def to(t: Operations, node: Node, x: Value, *_: Any, **__: Any) -> Value:
 
 
 def cat(t: Operations, node: Node, parts: Sequence[Value], axis: int = 0) -> Value:
-    parts = [part for part in parts if tuple(part.shape) != (0,)]
+    parts = [t.with_rows(part) for part in parts if tuple(part.shape) != (0,)]
     axis %= len(parts[0].shape)
     shape = shape_of(node)
 

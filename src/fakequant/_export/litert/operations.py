@@ -77,6 +77,12 @@ class Operations:
                 tensors.append(self.builder.arranged(self.widened(one, rank), order).tensor)
         return tensors, order, [shape[axis] for axis in order]
 
+    def with_rows(self, value: Value) -> Value:
+        """Returns a value whose rows must all be there. Raises NotImplementedError for constants with one for all."""
+        if isinstance(value, Constant) and value.long_shape is not None:
+            raise NotImplementedError(f"a constant as long as the batch, in {self.graph.path or 'the model'}")
+        return value
+
     def widened(self, found: Known, rank: int) -> Known:
         """Returns a tensor with more axes of length 1 in front."""
         more = rank - len(found.order)

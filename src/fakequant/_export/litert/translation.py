@@ -85,7 +85,7 @@ class _Translation(Operations):
     def outputs(self, node: Node, names: list[str]) -> None:
         taken: set[int] = {id(tensor) for _, tensor in self.graph.inputs}
         for name, result in zip(names, node.args[0], strict=True):  # type: ignore[arg-type]
-            found = self.builder.floats(self.values[result])
+            found = self.builder.floats(self.with_rows(self.values[result]))
             tensor = self.builder.arranged(found, identity(len(found.order))).tensor
             if tensor.data is not None or id(tensor) in taken:  # an output is computed, and by itself
                 sizes = self.graph.constant([int(one) for one in tensor.signature], "int32")
