@@ -3,6 +3,8 @@
 What LiteRT computes in another way, or has no kernel for, is refused.
 """
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -239,16 +241,17 @@ def test_masks_with_something_in_every_row_cost_one_addition(tmp_path):
 
 
 class AnyNumber(nn.Module):
-    def __init__(self):
+    def __init__(self, forward):
         super().__init__()
         self.layer = nn.Linear(8, 4)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.layer(inputs[0])
+        self.forward = types.MethodType(forward, self)
 
 
-def test_any_number_of_arguments(tmp_path):
-    model, report, path = written(AnyNumber(), X, tmp_path, dynamic_batch=True)
+@pytest.mark.parametrize(
+    "forward", [lambda self, *inputs: self.layer(inputs[0]), lambda self, x, *inputs: self.layer(x)]
+)
+def test_any_number_of_arguments(forward, tmp_path):
+    model, report, path = written(AnyNumber(forward), X, tmp_path, dynamic_batch=True)
     assert report.has_any_batch
     assert fq.verify(model, path, [X, X[:1]]).ok
 

@@ -107,16 +107,22 @@ def make_float_graph(model: nn.Module, args: Args, kwargs: Kwargs, results: list
 def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]) -> Graph:
     return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
-    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
-    if isinstance(shapes, tuple) and Parameter.VAR_POSITIONAL in kinds:  # torch takes them as one argument
-        start = kinds.index(Parameter.VAR_POSITIONAL)
-        shapes = (*shapes[:start], shapes[start:])
+    shapes = _nested(model, shapes)
     with _quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         with FunctionForms(), any_batch():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         program = _decomposed(program)
     return translate(program, tables, results)
+
+
+def _nested(model: nn.Module, shapes: Any) -> Any:
+    """Returns the shapes of arguments as torch takes them: those of `*args` are one tuple."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if Parameter.VAR_POSITIONAL not in kinds or not isinstance(shapes, tuple):
+        return shapes
+    start = kinds.index(Parameter.VAR_POSITIONAL)
+    return (*shapes[:start], shapes[start:]) if start < len(shapes) else shapes
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
