@@ -121,6 +121,7 @@ def test_divisions_of_floats(tmp_path):
         floors = [x // 0.1, x // -0.3, x // (x + 9)]
         results = [one + 0.0 for one in floors]  # the sign of a zero may differ
         results += [torch.div(x, 0.1, rounding_mode="trunc"), torch.div(x, x + 9, rounding_mode="trunc"), x.trunc()]
+        results += [torch.div(x.double(), 0.25, rounding_mode="trunc").float(), (x.double() // 0.25).float() + 0.0]
         return [*results, torch.remainder(x, 0.3), torch.remainder(x, -0.7), x % (x + 9)]
 
     assert_exact(divisions, tmp_path, (x, IDS))

@@ -77,7 +77,8 @@ def mul(t: Operations, node: Node, a: Any, b: Any) -> Value:
 
 
 def div(t: Operations, node: Node, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
-    if rounding_mode == "floor" and dtype_of(node) != torch.float32:
+    is_whole = not dtype_of(node).is_floating_point
+    if rounding_mode == "floor" and is_whole:
         return _arithmetic(t, node, "FLOOR_DIV", "FloorDiv", a, b)
     if rounding_mode == "floor":  # torch does not round the quotient down: it may have been rounded up
         left, right = _promoted(t, node, a, b)
@@ -85,9 +86,7 @@ def div(t: Operations, node: Node, a: Any, b: Any, rounding_mode: str | None = N
         multiple = t.binary("SUB", ("Sub", {}), left, rest)
         return t.unary(t.binary("DIV", ("Div", {}), multiple, right), "ROUND")
     made = _arithmetic(t, node, "DIV", "Div", a, b)
-    if rounding_mode == "trunc" and dtype_of(node) == torch.float32:  # the kernel for integers does it
-        return trunc(t, node, made)
-    return made
+    return made if rounding_mode is None or is_whole else trunc(t, node, made)  # DIV truncates integers
 
 
 def trunc(t: Operations, node: Node, x: Value) -> Value:
