@@ -320,8 +320,7 @@ def same_gradients(model: nn.Module, x: Tensor, target: Tensor) -> bool:
 def peak_bytes(step: Contender) -> int:
     """Returns the peak of the memory allocated during a step."""
     step()
-    if compiled_nodes.compiled is not None:
-        compiled_nodes.compiled.release_memory()  # so that memory used again in this step counts
+    compiled_nodes.release_memory()  # so that memory used again in this step counts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -12,13 +12,14 @@ made here, so accuracies say something about quantizers, not about the networks:
     pitch              CREPE tiny, a CNN of 0.5 million parameters. 400 synthetic tones with glide and noise; right within 50 cents.
     face detector      RNet of MTCNN, a CNN. Crops of faces and of other things (scikit-image's subset of LFW) with noise.
     speaker encoder    Resemblyzer, three LSTM layers. 30 voices of espeak-ng, six texts each: the nearest utterance of another
-                       text must be of the same voice. Short windows, because a file has every time step of an LSTM.
+                       text must be of the same voice. Short windows, because files for XNNPACK and LiteRT have every time step of an LSTM.
 
 A row is a quantizer in a runtime. All are calibrated with the same data, which is not tested, and the others have their defaults, with weights per channel
 where that is an option of the static quantizer. "SQNR" compares the outputs with
 those of the float model, in dB, and is much sharper than the accuracy: one answer is 0.2 to 0.7 points. "MB" is the size of the
 file. "Worst layers" are the two that lose most by themselves, as `compare` shows. Then the network is quantized again with 16 bits for
-the inputs of these two; XNNPACK and LiteRT have at most 8, so there they and the additions between layers stay in float.
+the inputs of these two. XNNPACK and LiteRT have at most 8, so there the other row has `int8_dynamic`: linear and recurrent layers with
+a scale per token that is found at run time, and float additions.
 
 Limit: for 8 bits, the best row of fakequant in each runtime is at least as accurate as the best of the other quantizers, within two
 standard errors of the difference (paired, over the answers).
@@ -26,7 +27,6 @@ standard errors of the difference (paired, over the answers).
 
 import argparse
 import copy
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -326,15 +326,22 @@ def ours(task: Task, folder: Path, target: str, config: fq.QuantConfig, method: 
     found = fq.compare(task.model, model, task.calibration[:1], progress=False)
     runtime = find(target).runtime
     path = folder / f"ours{runtime.suffix}"
-    batches = {".pte": {"max_batch": len(task.test[0])}, ".tflite": {"dynamic_batch": True}}.get(runtime.suffix, {})
-    getattr(fq, runtime.exporter)(model, path, task.test[0][:2], **batches)
+    # LiteRT: one length, because the masks of the sentence encoder number the sentences of a batch.
+    has_one_length = runtime.suffix == ".tflite"
+    batches = {"max_batch": len(task.test[0])} if runtime.suffix == ".pte" else {}
+    getattr(fq, runtime.exporter)(model, path, task.test[0] if has_one_length else task.test[0][:2], **batches)
     session = open_file(path)
+
+    def run(x: Tensor) -> Array:
+        if not has_one_length:
+            return session.run_unwatched((x,), {})[0]
+        missing = x[:1].expand(len(task.test[0]) - len(x), *x.shape[1:])
+        return session.run_unwatched((torch.cat([x, missing]),), {})[0][: len(x)]
+
     by_themselves = sorted(
         (layer.isolated.sqnr, layer.path) for layer in found.layers if layer.isolated.sqnr is not None
     )
-    return Row(
-        lambda x: session.run_unwatched((x,), {})[0], path.stat().st_size, ", ".join(p for _, p in by_themselves[:2])
-    )
+    return Row(run, path.stat().st_size, ", ".join(p for _, p in by_themselves[:2]))
 
 
 def float_file(task: Task, folder: Path) -> Path:
@@ -438,15 +445,12 @@ def rows(task: Task, folder: Path) -> Iterator[tuple[str, str, Callable[[], Row]
                 return fq.recipes.w4a8(target=target, first_last_bits=None)
             return fq.recipes.int4_weight_only(target=target)
 
-        def repaired(target: str = target, has_8_bits: bool = has_8_bits) -> Row:
+        def repaired(target: str = target) -> Row:
             config = fq.recipes.int8(target=target)
-            if has_8_bits:  # at most: in float instead
-                config = dataclasses.replace(config, operands=None)
             for worst in ours(task, folder, target, config).note.split(", "):
-                config = config.skip(worst) if has_8_bits else config.rule(worst, input=fq.presets.int16())
+                config = config.rule(worst, input=fq.presets.int16())
             return ours(task, folder, target, config)
 
-        repair = "two worst layers and additions in float" if has_8_bits else "two worst layers with 16 bits"
         yield "int8", f"fakequant, {runtime}", lambda t=target: ours(task, folder, t, fq.recipes.int8(target=t))
         if task.is_transformer and not has_8_bits:  # which cannot multiply in float
             yield (
@@ -454,7 +458,11 @@ def rows(task: Task, folder: Path) -> Iterator[tuple[str, str, Callable[[], Row]
                 f"fakequant, {runtime}, smooth",
                 lambda t=target: ours(task, folder, t, fq.recipes.int8(target=t), methods["smooth"]),
             )
-        yield "int8", f"fakequant, {runtime}, {repair}", repaired
+        if has_8_bits:
+            dynamic = fq.recipes.int8_dynamic(target=target)
+            yield "int8", f"fakequant, {runtime}, dynamic", lambda t=target, c=dynamic: ours(task, folder, t, c)
+        else:
+            yield "int8", f"fakequant, {runtime}, two worst layers with 16 bits", repaired
         yield "4 bits", f"fakequant, {runtime}", lambda t=target, c=four: ours(task, folder, t, c())
         if runtime == "onnxruntime":
             yield (

@@ -52,7 +52,8 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
         "has_torchs_name"_a, "grad_factor"_a);
   m.def("keep_within", &keep_within, "value"_a, "before"_a, "low"_a, "high"_a);
   m.def("empty_floats", &empty_floats, "sizes"_a);
-  m.def("release_memory", &release_memory, "Frees the memory that is kept for results to come.");
+  m.def("release_memory", &release_memory,
+        "Frees the memory that is kept for results to come, and gives free memory back to the system.");
   m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "Returns None if torch's linear must be used.");
   m.def("integer_linear", &integer_linear, "x"_a, "x_scale"_a, "x_zero"_a.none(), "x_low"_a, "x_high"_a, "weight"_a,
         "weight_scale"_a, "weight_zero"_a.none(), "weight_low"_a, "weight_high"_a, "bias"_a.none(), "bias_codes"_a.none(),

@@ -10,6 +10,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "torch/functions.h"
 #include "torch/plain_tensors.h"
 
@@ -115,6 +119,11 @@ Tensor reusable_empty_like(const Tensor& x, at::ScalarType dtype) {
 
 nb::object empty_floats(const std::vector<int64_t>& sizes) { return wrap(reusable_empty(sizes, at::kFloat)); }
 
-void release_memory() { memory_pool().release(); }
+void release_memory() {
+  memory_pool().release();
+#ifdef __GLIBC__
+  malloc_trim(0);  // blocks that were freed between others in use stay with the process otherwise
+#endif
+}
 
 }  // namespace fakequant::autograd

@@ -12,7 +12,7 @@ namespace fakequant::autograd {
 at::Tensor reusable_empty(at::IntArrayRef sizes, at::ScalarType dtype);
 at::Tensor reusable_empty_like(const at::Tensor& x, at::ScalarType dtype);
 
-// Frees what nothing refers to.
+// Frees what nothing refers to, and gives memory that is free back to the system.
 void release_memory();
 
 }  // namespace fakequant::autograd

@@ -24,7 +24,7 @@ from fakequant._prepare.attach import preparation
 from fakequant._prepare.prepare import unprepare
 from fakequant._runtimes.session import Session, open_file, session_for
 from fakequant._util.shown import Shown
-from fakequant._util.text import table
+from fakequant._util.text import counted, table
 from fakequant._verify.file_of_model import check_accuracy_level
 from fakequant._verify.latency import Latency, latencies
 from fakequant._verify.verdict import Verification
@@ -141,17 +141,13 @@ class Card(Shown):
             ("agreement", lambda row: "" if row.agreement is None else f"{row.agreement:.2%}"),
             ("SQNR dB", lambda row: "" if row.sqnr is None else f"{row.sqnr:.2f}"),
             ("bytes", lambda row: "" if row.bytes is None else f"{row.bytes:,}"),
-            *((f"ms, {_counted(n, 'thread')}", partial(_time, threads=n)) for n in threads),
+            *((f"ms, {counted(n, 'thread')}", partial(_time, threads=n)) for n in threads),
             ("in integers", lambda row: "" if row.share is None else f"{row.share:.1%}"),
             ("verify", _verdict),
             ("training step", lambda row: "" if row.training_step is None else f"x {row.training_step:.2f}"),
         ]
         filled = [(name, cell) for name, cell in columns if any(map(cell, rows))]
         return [name for name, _ in filled], [[cell(row) or "-" for _, cell in filled] for row in rows]
-
-
-def _counted(number: int, one: str, several: str = "") -> str:
-    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def _number(value: float | None) -> str:
@@ -191,9 +187,10 @@ def card(
 ) -> Card:
     """Measures a quantized model and its exported files, and puts the float model beside each of them.
 
-    The card has the score, or without one the agreement with the float model (its first row); the bytes of files; the time of the first
-    batch in the runtime of each file, beside that of the float model in the same runtime; the share of multiplications
-    that run in integers; the verdict of `verify`; and the time of a training step relative to the float model.
+    The card has the score, or without one the agreement with the float model, which is its first row; the bytes of
+    files; the time of the first batch in the runtime of each file, beside the float model in the same runtime; the share
+    of multiplications that run in integers; the verdict of `verify`; and the time of a training step relative to the
+    float model.
 
     Args:
         model: A prepared and calibrated model.
@@ -262,10 +259,10 @@ def _conditions(rows: list[CardRow], batches: list[Any]) -> list[str]:
         lines.append(f"times: medians, of a batch of {shapes}, the file and the float model in turns")
     if any(row.training_step for row in rows):
         lines.append(
-            f"training step: in torch with {_counted(torch.get_num_threads(), 'thread')}, relative to the first row"
+            f"training step: in torch with {counted(torch.get_num_threads(), 'thread')}, relative to the first row"
         )
     if any(row.agreement is not None for row in rows):
-        number = _counted(len(batches), "batch", "batches")
+        number = counted(len(batches), "batch", "batches")
         lines.append(f"agreement: rows with the same argmax as in the first row of the table, in {number}")
     lines.append(f"fakequant {version('fakequant')}, torch {torch.__version__}, kernels for {_native.target()}")
     return lines

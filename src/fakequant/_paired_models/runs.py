@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.compiled_nodes import release_memory
 from fakequant._backends.torch.grouped_linear import Groups
 from fakequant._model.running import Bar, Data, call_arguments, check_steps, copied, evaluating, run
 from fakequant._paired_models.calls import RecordedCall, float_tensors, recording, watching
@@ -23,8 +24,10 @@ from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.observers._ranks import ranks_of
 
-# What is kept of the reference may have this number of bytes. Otherwise the reference runs again for each layer.
+# What is kept of the reference may have this number of bytes. Otherwise the reference runs again for each layer, or
+# only the block that the layer is in, which takes little time.
 _CACHE = 1 << 30
+_CACHE_OF_BLOCK = 1 << 26
 
 
 class _Enough(BaseException):
@@ -157,9 +160,11 @@ class PairedRuns:
     def each_wave(self, progress: str | None) -> Iterator[list[str]]:
         """Yields the waves, with a progress bar of this title over all layers, or none if it is None."""
         with Bar(total=len(self.called), desc=progress, disable=progress is None, leave=False) as bar:
+            release_memory()
             for wave in self.waves:
                 yield wave
                 bar.update(len(wave))
+                release_memory()
 
     def pairs(self, paths: list[str]) -> Iterator[Pair]:
         """Runs both models on all batches, and yields the products of some layers. The models run no further.
@@ -316,7 +321,7 @@ class PairedRuns:
         for number, calls in enumerate(self._calls):
             kept.append(self._expected(number, paths, Counter({path: calls[path] for path in paths})))
             size += _bytes(kept[-1])
-            if size > _CACHE:
+            if size > (_CACHE_OF_BLOCK if self._chains else _CACHE):
                 return None
         return kept
 

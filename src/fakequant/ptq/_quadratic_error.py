@@ -80,7 +80,8 @@ class LayerSums:
 
     b = w_reference cross   c = diagonal of w_reference square w_reference^T
 
-    b is as large as the weight in float64, so it is computed for some outputs at a time.
+    b is as large as the weight in float64. It replaces the sums if it is smaller than these, and is otherwise computed
+    for some outputs at a time.
 
     Args:
         form: How the weight is a stack of matrices.
@@ -95,6 +96,7 @@ class LayerSums:
             torch.zeros(matrices, inputs, inputs, dtype=torch.float64, device=weight.device) for _ in range(3)
         )
         self._amount: Tensor | None = None
+        self._linear: tuple[Tensor, Tensor] | None = None  # b and c of all outputs, instead of `cross` and `square`
 
     def add(self, part: int | None, products: tuple[Tensor, ...]) -> None:
         """Adds x^T x, x_reference^T x and x_reference^T x_reference of some rows, for one matrix or for all."""
@@ -111,13 +113,22 @@ class LayerSums:
         self._amount = torch.where(amount > 0, amount, 1.0)  # inputs that are always 0
         for sums in (self.a, self.cross, self.square):  # so that b and c follow from them
             sums.diagonal(dim1=1, dim2=2).add_(self._amount[:, None])
+        if self.reference.shape[1] <= self.reference.shape[2]:
+            self._linear = self._linear_of(slice(None))
+            del self.cross, self.square
         return self
 
     def moments(self, outputs: slice = slice(None)) -> Moments:
         """Returns the moments of some outputs."""
-        reference = self.reference[:, outputs]
-        w = reference.double()
-        return Moments(reference, self.a, w @ self.cross, ((w @ self.square) * w).sum(-1), self._amount)
+        if self._linear is None:
+            b, c = self._linear_of(outputs)
+        else:
+            b, c = (part[:, outputs] for part in self._linear)
+        return Moments(self.reference[:, outputs], self.a, b, c, self._amount)
+
+    def _linear_of(self, outputs: slice) -> tuple[Tensor, Tensor]:
+        w = self.reference[:, outputs].double()
+        return w @ self.cross, ((w @ self.square) * w).sum(-1)
 
 
 def parts_of(matrix: Tensor) -> list[slice]:

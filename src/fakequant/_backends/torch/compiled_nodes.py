@@ -109,6 +109,12 @@ def _warn(why: str) -> None:
 compiled: CompiledNodes | None = _load()
 
 
+def release_memory() -> None:
+    """Frees memory that is kept for results to come, and gives free memory back to the system."""
+    if compiled is not None:
+        compiled.release_memory()
+
+
 # --- functions ------------------------------------------------------------------------------------
 #
 # Callers have to check that integer arguments fit int64 and that factors are floats.
