@@ -188,9 +188,9 @@ def card(
     """Measures a quantized model and its exported files, and puts the float model beside each of them.
 
     The card has the score, or without one the agreement with the float model, which is its first row; the bytes of
-    files; the time of the first batch in the runtime of each file, beside the float model in the same runtime; the share
-    of multiplications that run in integers; the verdict of `verify`; and the time of a training step relative to the
-    float model.
+    files; the time of the first batch in the runtime of each file, beside the float model in the same runtime; the
+    share of multiplications that run in integers; the verdict of `verify`; and the time of a training step relative to
+    the float model.
 
     Args:
         model: A prepared and calibrated model.

@@ -21,13 +21,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-+-".join("-" * width for width in widths), *lines[1:]])
 
 
-def counted(number: int, one: str) -> str:
+def counted(number: int, one: str, several: str = "") -> str:
     """Returns a number of things, in words.
 
-    >>> counted(1, "layer"), counted(2, "layer")
-    ('1 layer', '2 layers')
+    >>> counted(1, "layer"), counted(2, "layer"), counted(2, "batch", "batches")
+    ('1 layer', '2 layers', '2 batches')
     """
-    return f"{number} {one}" if number == 1 else f"{number} {one}s"
+    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
