@@ -165,6 +165,10 @@ template <class To, class From> FQ_INLINE To convert(From v) {
     else return __builtin_convertvector(v, To);
   }
 #endif
+#if defined(__AVX512F__)
+  else if constexpr (kSame<To, Vec<int32_t, 16>> && kSame<From, Vec<uint8_t, 16>>) return bit_cast<To>(_mm512_cvtepu8_epi32(bit_cast<__m128i>(v)));
+  else if constexpr (kSame<To, Vec<int32_t, 16>> && kSame<From, Vec<int8_t, 16>>) return bit_cast<To>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(v)));
+#endif
   else return __builtin_convertvector(v, To);
 }
 
