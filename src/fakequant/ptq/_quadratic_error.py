@@ -158,9 +158,11 @@ def sums_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Laye
         expected = x if pair.reference is None else pair.reference
         # Layers with the same input have the same products.
         if last is None or not _same(last[0], x) or not _same(last[1], expected):
+            last = None  # they are as large as the sums
             one, other = x.transpose(1, 2), expected.transpose(1, 2)
             last = (x, expected, (one @ x, other @ x, other @ expected))
         sums.add(pair.quantized.part, last[2])
+        last = last if len(weights) > 1 else None
         del pair  # so that its result is not kept while the next batch runs
     return {path: sums for path, sums in found.items() if sums is not None}
 
