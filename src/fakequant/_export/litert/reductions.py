@@ -12,6 +12,7 @@ from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Val
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.moves import reshaped, without_axes
 from fakequant._export.litert.operations import Operations, dtype_of, no_operator, shape_of
+from fakequant._runtimes.litert.arithmetic import has_average
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def mean(t: Operations, node: Node, x: Value, axes: Any = None, keepdim: bool = 
 
     def codes(grid: Grid) -> Known | None:
         found = t.builder.codes_of(x)
-        if found is None or not 2**-8 <= scale_of(found.tensor) / grid.scale < 2**8:
+        if found is None or not has_average(scale_of(found.tensor), grid.scale):
             return None
         places = sorted(found.axis(axis) for axis in axes)
         shape = [1 if place in places else length for place, length in enumerate(found.tensor.shape)]
