@@ -69,6 +69,14 @@ def test_layers(tmp_path):
     assert len(report.transposes) == 3
 
 
+def test_time_steps_share_their_weights(tmp_path):
+    sizes = []
+    for steps in (2, 6):
+        _, _, path = written(nn.LSTM(64, 64, batch_first=True), torch.ones(1, steps, 64), tmp_path)
+        sizes.append(path.stat().st_size)
+    assert sizes[1] - sizes[0] < 4 * 64 * 64  # a quarter of one of the two weights, in bytes
+
+
 def test_layers_without_outputs_on_a_grid_say_why(tmp_path):
     x = randn(3, 5, 4, generator=generator())
     _, report, _ = written(nn.LSTM(4, 6, batch_first=True), x, tmp_path)

@@ -4,6 +4,7 @@ The file has notes in its metadata: what it was made for, which tensors have the
 seal.
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -60,6 +61,7 @@ class _Writer:
     def __init__(self, graph: Graph, notes: dict[str, Any]) -> None:
         self.schema, self.graph = schema(), graph
         self.buffers: list[Any] = [self.schema.BufferT()]  # the first one must be empty
+        self.buffer_of: dict[bytes, int] = {}  # by the digest of what is in it
         self.codes: list[Any] = []
         self.code_of: dict[tuple[str, int], int] = {}
         tensors = graph.tensors()
@@ -113,6 +115,11 @@ class _Writer:
         return made
 
     def buffer(self, data: Array) -> int:
+        """Returns the number of the buffer with these bytes. Time steps of a recurrent layer share their weights."""
+        digest = hashlib.sha256(data).digest()
+        if digest in self.buffer_of:
+            return self.buffer_of[digest]
+        self.buffer_of[digest] = len(self.buffers)
         made = self.schema.BufferT()
         made.data = data
         made.Pack = lambda builder: _pack_buffer(self.schema, builder, data)
