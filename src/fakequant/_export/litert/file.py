@@ -116,7 +116,7 @@ class _Writer:
 
     def buffer(self, data: Array) -> int:
         """Returns the number of the buffer with these bytes. Time steps of a recurrent layer share their weights."""
-        digest = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(data.tobytes()).digest()
         if digest in self.buffer_of:
             return self.buffer_of[digest]
         self.buffer_of[digest] = len(self.buffers)
