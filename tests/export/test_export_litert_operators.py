@@ -1,4 +1,4 @@
-"""`export_litert`: results of integers, truth values and special floats are those of torch, bit by bit.
+"""`export_litert`: results of integers, truth values and special floats have the bits of torch.
 
 What LiteRT computes in another way, or has no kernel for, is refused.
 """

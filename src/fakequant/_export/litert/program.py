@@ -117,7 +117,7 @@ def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shap
 
 
 def _nested(model: nn.Module, shapes: Any) -> Any:
-    """Returns the shapes of arguments as torch takes them: those of `*args` are one tuple."""
+    """Returns the shapes of arguments as torch takes them: the shapes of `*args` are one tuple."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if Parameter.VAR_POSITIONAL not in kinds or not isinstance(shapes, tuple):
         return shapes

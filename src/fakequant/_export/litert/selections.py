@@ -79,7 +79,7 @@ def _positive(index: Constant, length: int) -> Constant:
 
 
 def _from_the_front(t: Operations, index: Value, length: int) -> Value:
-    """Returns indices that count from the front. Those of an axis of any length are left as they are."""
+    """Returns indices that count from the front. Indices of an axis of any length stay as they are."""
     if isinstance(index, Constant):
         return _positive(index, length)
     if isinstance(length, AnyLength):
