@@ -161,7 +161,9 @@ def test_check_and_ptq_end_with_the_commands_to_type_next(here, capsys):
     assert main(export) == 0
     assert main([*verify, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))["target"] == "onnxruntime-x86"
+    capsys.readouterr()
     assert main([*card, "--no-time"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("float ")  # not the weights that ptq has changed
 
 
 def test_the_next_commands_have_the_arguments_that_were_given(here, capsys):
