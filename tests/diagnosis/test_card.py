@@ -118,7 +118,7 @@ def test_weights_that_ptq_has_changed_are_not_called_float(tmp_path):
     alone = fq.card(model, tmp_path / "model.onnx", BATCHES, **settings)
     given = fq.card(model, tmp_path / "model.onnx", BATCHES, float_model=floats, **settings)
     assert [card.rows[0].name for card in (alone, given)] == ["without quantizers", "float"]
-    assert alone.notes[0].startswith("without quantizers: weights that training or ptq has changed stay changed")
+    assert alone.notes[0].startswith("without quantizers: its weights are those after training and ptq")
     assert given.rows[2].sqnr < 60 < alone.rows[2].sqnr
 
 

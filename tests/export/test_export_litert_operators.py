@@ -63,7 +63,7 @@ def run(path, batch):
 
 
 def assert_exact(function, folder, batch=(X, IDS), more=()):
-    """Compares all results of a function with those of the golden model."""
+    """Compares all results of a function with the golden model."""
     model, _, path = written(Net(function), batch, folder)
     for one in (batch, *more):
         found, expected = run(path, one), fq.convert(model)(*one)

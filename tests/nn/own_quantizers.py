@@ -33,7 +33,7 @@ class Ternary(fq.nn.FakeQuantize):
 
 
 class DoReFaLike(fq.nn.FakeQuantize):
-    """Weights like those of DoReFa-Net: tanh(x) / max |tanh(x)|, on a grid from -1 to 1 that has 0."""
+    """Weights as in DoReFa-Net, tanh(x) / max |tanh(x)|, on a grid from -1 to 1 that has 0."""
 
     def forward(self, x):
         if self.training:

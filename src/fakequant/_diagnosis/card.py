@@ -251,7 +251,7 @@ def _conditions(rows: list[CardRow], batches: list[Any]) -> list[str]:
     first = rows[0].name
     if first == _UNQUANTIZED:
         lines.append(
-            f"{first}: weights that training or ptq has changed stay changed. Give the float model to compare with that"
+            f"{first}: its weights are those after training and ptq. Pass the float model to compare with that"
         )
     timed = next((row.latencies[0] for row in rows if row.latencies), None)
     if timed is not None:
@@ -385,7 +385,8 @@ class _FileModel(nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the file."""
-        found = self._run(args, kwargs) or []
+        found = self._run(args, kwargs)
+        assert found is not None, "a file whose layers are rounded runs with rounding"
         return with_tensors(self._result, iter([_tensor(array) for array in found]))
 
 

@@ -179,8 +179,9 @@ class _Run:
         try:
             self.found.stages.append(Stage(name, True, stage()))
         except Exception as error:  # any error of any stage is a finding
-            first = shortened(f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}", 120)
-            self.found.stages.append(Stage(name, False, "; ".join([first, *getattr(error, "__notes__", ())])))
+            first = str(error).strip().split("\n")[0]
+            words = [shortened(f"{type(error).__name__}: {first}", 120), *getattr(error, "__notes__", ())]
+            self.found.stages.append(Stage(name, False, "; ".join(words)))
         return self.found.stages[-1].ok
 
     def _prepare(self) -> str:

@@ -1,6 +1,6 @@
 """The seal of a file: a hash of all its bytes, in the file itself, which shows later changes.
 
-The hash is that of the file with zeros in its place.
+It is the hash of the file with zeros in its place.
 """
 
 import hashlib
