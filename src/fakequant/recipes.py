@@ -32,14 +32,23 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def int8(*, target: str = "generic") -> QuantConfig:
+def int8(*, activation_bits: int = 8, target: str = "generic") -> QuantConfig:
     """8-bit weights per channel and 8-bit activations per tensor.
 
-    >>> int8().default.weight.qmin, int8().default.input.qmax
-    (-127, 255)
+    Args:
+        activation_bits: 8, or 16 for symmetric activations of 16 bits (16x8). LiteRT has integer kernels for these.
+        target: What the model is trained for.
+
+    >>> int8().default.weight.qmin, int8().default.input.qmax, int8(activation_bits=16).default.input.qmax
+    (-127, 255, 32767)
     """
-    layer = LayerConfig(weight=presets.int8(), input=presets.uint8())
-    return QuantConfig(default=layer, operands=presets.uint8(), target=target)
+    if activation_bits not in (8, 16):
+        raise ValueError(
+            f"`activation_bits` must be 8 or 16, got {activation_bits!r}.\nUse recipes.lsq for fewer bits."
+        )
+    activations = presets.uint8() if activation_bits == 8 else presets.int16()
+    layer = LayerConfig(weight=presets.int8(), input=activations)
+    return QuantConfig(default=layer, operands=activations, target=target)
 
 
 def int8_dynamic(*, target: str = "generic", kv_cache: QuantSpec | None = None) -> QuantConfig:

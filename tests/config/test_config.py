@@ -301,7 +301,7 @@ def test_recipe_takes_a_known_target(make):
 
 def test_targets_are_the_documented_ones():
     names = ["generic", "onnxruntime-vnni", "onnxruntime-x86", "openvino-vnni", "openvino", "tensorrt", "xnnpack"]
-    names += ["litert", "compressed-tensors", "llama.cpp"]
+    names += ["litert", "litert-builtin", "litert-reference", "compressed-tensors", "llama.cpp"]
     assert list(targets.TARGETS) == names
     for name, target in targets.TARGETS.items():
         assert targets.find(name) is target

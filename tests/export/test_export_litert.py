@@ -10,7 +10,7 @@ from fakequant import presets, recipes
 
 pytest.importorskip("ai_edge_litert.interpreter")
 
-from fakequant._export.litert.file import LitertFile
+from fakequant._export.litert.file import LitertFile, schema
 from fakequant._runtimes.litert.running import Loaded
 
 
@@ -32,6 +32,12 @@ def assert_same(model, path, *batches, ties=0):
     assert found.runtime == "litert"
     assert sum(t.runtime_differ for t in found.tensors) <= ties, str(found)
     return found
+
+
+# Targets, and the bits of activations.
+every_kernel = pytest.mark.parametrize(
+    ("target", "bits"), [("litert", 8), ("litert", 16), ("litert-builtin", 8), ("litert-reference", 8)]
+)
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -58,10 +64,11 @@ class Layers(nn.Module):
         return self.groups(x), self.head(y.transpose(1, 2))
 
 
-def test_layers(tmp_path):
+@every_kernel
+def test_layers(target, bits, tmp_path):
     x = randn(2, 4, 16, 16, generator=generator()), randn(2, 4, 9, generator=generator())
-    model, report, path = written(Layers(), x, tmp_path)
-    assert (report.share, {one.how for one in report.layers}) == (1.0, {"int8"})
+    model, report, path = written(Layers(), x, tmp_path, recipes.int8(target=target, activation_bits=bits))
+    assert (report.share, {one.how for one in report.layers}) == (1.0, {f"int{bits}"})
     assert len(report.layers) == 13  # the groups of a transposed convolution are layers
     found = assert_same(model, path, x)
     assert found.floats == {}
@@ -140,11 +147,19 @@ class Operators(nn.Module):
         return [one + 0.0 for one in results]
 
 
-def test_operators(tmp_path):
-    """Every result is compared."""
+@pytest.mark.parametrize("bits", [8, 16])
+def test_operators(bits, tmp_path):
+    """Every result is compared. Of 16 bits, some are at ties after float operators."""
     x = randn(2, 4, 8, 8, generator=generator()), randn(2, 6, 8, generator=generator())
-    model, _, path = written(Operators(), x, tmp_path)
-    assert_same(model, path, x)
+    model, _, path = written(Operators(), x, tmp_path, recipes.int8(target="litert", activation_bits=bits))
+    assert_same(model, path, x, ties=0 if bits == 8 else 4)
+
+
+def test_operators_that_the_reference_does_not_have_are_named(tmp_path):
+    x = randn(2, 4, generator=generator())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ELU(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="find op for builtin opcode 'ELU'"):
+        written(model, x, tmp_path, recipes.int8(target="litert-reference"))
 
 
 class Codes(nn.Module):
@@ -164,17 +179,43 @@ class Codes(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize("bits", [8, 5])
-def test_codes(bits, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "bits"),
+    [("litert", 8), ("litert", 5), ("litert", 16), ("litert-builtin", 5), ("litert-reference", 8)],
+)
+def test_codes(target, bits, tmp_path):
     """Additions, products, means and concatenations compute with codes; 5 bits are limited afterwards."""
-    grid = fq.QuantSpec(bits=bits, signed=False, symmetric=False)
-    config = fq.QuantConfig(default=fq.LayerConfig(weight=presets.int8(), input=grid), operands=grid, target="litert")
+    grid = presets.int16() if bits == 16 else fq.QuantSpec(bits=bits, signed=False, symmetric=False)
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=presets.int8(), input=grid), operands=grid, target=target)
     x = randn(3, 4, 8, 8, generator=generator())
     model, report, path = written(Codes(), x, tmp_path, config)
     assert report.share == 1.0
     assert_same(model, path, x, randn(3, 4, 8, 8, generator=generator(1)))
-    if bits == 8:
+    if bits > 5:
         assert report.others == ()
+
+
+def test_codes_of_8_and_16_bits_in_one_model(tmp_path):
+    """A kernel has codes of one width. Between them, codes become floats."""
+    x = randn(3, 4, 8, 8, generator=generator())
+    config = recipes.int8(target="litert", activation_bits=16).rule(path="b", input=presets.uint8())
+    config = config.rule(path="head", input=presets.uint8(), output=presets.uint8())
+    model, report, path = written(Codes(), x, tmp_path, config)
+    assert {one.how for one in report.layers} == {"int8", "int16", "float"}
+    assert_same(model, path, x, randn(3, 4, 8, 8, generator=generator(1)), ties=2)
+
+
+def test_sums_of_16_bit_activations_beyond_32_bits(tmp_path):
+    """The file then has sums and a bias of 64 bits, which the kernels of convolutions round more coarsely."""
+    layer = nn.Conv2d(1024, 4, 1)
+    layer.weight.data = layer.weight.data.sign()
+    x = randn(2, 1024, 3, 3, generator=generator()).abs()
+    config = recipes.int8(target="litert", activation_bits=16)
+    model, report, path = written(nn.Sequential(layer, nn.ReLU()), x, tmp_path, config)
+    assert schema().TensorType.INT64 in [tensor.type for tensor in LitertFile(path).graph.tensors]
+    found = fq.verify(model, path, [x])
+    assert found.is_exact
+    assert found.tensors[1].prepared_rounded == found.tensors[1].prepared_differ > 0
 
 
 # --- recipes --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ reports = pytest.importorskip("fakequant._export.litert.report")
 
 NO_INPUT = "its input is not quantized"
 IN_FLOAT = "the target computes it in float, whatever kernels LiteRT has"
-NO_GRIDS = "its operands or its result are not quantized, or their scales are too far apart for XNNPACK"
+NO_GRIDS = "its operands or its result are not quantized, or LiteRT has no kernel for their scales or types"
 
 
 class Operators(nn.Module):

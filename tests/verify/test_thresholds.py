@@ -29,6 +29,28 @@ def test_verification_is_ok_up_to_the_tolerated_number_of_ties(whose, codes, mos
 
 
 @each_model
+def test_more_ties_are_tolerated_where_steps_are_finer(whose):
+    """Rounding is 256 times as large a part of a step of 16 bits."""
+    tensor = differing(whose, 10_000, 4 + 256, 4 + 256)
+    assert not verification(tensor).ok
+    tensor.bits = 16
+    assert verification(tensor).ok
+    assert not verification(tensor, differing(whose, 100, 1, 1, "b")).ok
+
+
+def test_codes_that_kernels_round_twice_are_tolerated_up_to_a_share():
+    tensor = differing("prepared", 1000, 10, 0)
+    assert not verification(tensor).ok
+    tensor.prepared_rounded = 10
+    assert verification(tensor).ok
+    tensor.prepared_differ = tensor.prepared_rounded = 11
+    assert "11 of 1000 codes" in verification(tensor).problem
+    assert "round twice" in verification(tensor).problem
+    tensor.prepared_differ = 12
+    assert "odd" in verification(tensor).problem
+
+
+@each_model
 def test_verification_counts_ties_of_equal_inputs_once(whose):
     tensor = differing(whose, 100, 9, 9)
     assert not verification(tensor).ok

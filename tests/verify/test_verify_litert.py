@@ -1,5 +1,7 @@
 """`verify` runs .tflite files in LiteRT: its codes are those of the golden model."""
 
+import copy
+import pickle
 import platform
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("ai_edge_litert.interpreter")
 recipes = pytest.importorskip("fakequant.recipes")
 digit_models = pytest.importorskip("digit_models")
 files = pytest.importorskip("fakequant._export.litert.file")
+running = pytest.importorskip("fakequant._runtimes.litert.running")
 
 pytestmark = [
     pytest.mark.usefixtures("torch_on_one_thread"),
@@ -21,6 +24,17 @@ pytestmark = [
 ]
 # Every recipe occurs, and every model in `make test-all`.
 CASES = [("residual", "lsq"), ("encoder", "int8")] + ([("mlp", "int8"), ("depthwise", "w4a8")] if ALL else [])
+# Kernels that round twice: the model, the target, and the bits of activations.
+FIXED_POINT = [("depthwise", "litert-builtin", 8), ("residual", "litert-reference", 8), ("depthwise", "litert", 16)] + (
+    [
+        (name, target, bits)
+        for name in ("mlp", "residual", "encoder")
+        for target in ("litert-builtin", "litert-reference")
+        for bits in (8, 16)
+    ]
+    if ALL
+    else []
+)
 # The number of the activation in the schema.
 RELU6 = 3
 DATA = [digit_models.digits(16, 2), digit_models.digits(16, 3)]
@@ -53,6 +67,43 @@ def test_litert_has_the_codes_of_the_golden_model(name, recipe, exported):
     assert found.skipped == {}
     if name != "encoder":
         assert found.outputs.runtime_is_equal
+
+
+@pytest.mark.parametrize(("name", "target", "bits"), FIXED_POINT)
+def test_the_golden_model_rounds_like_the_kernels_of_its_target(name, target, bits, tmp_path):
+    config = recipes.int8(target=target, activation_bits=bits)
+    model = fq.prepare(digit_models.float_model(name), config, DATA[0])
+    model = fq.calibrate(model, [digit_models.digits(32, 1) * 0.9], progress=False).eval()
+    report = fq.export_litert(model, tmp_path / "m.tflite", DATA[0])
+    assert report.share == 1.0
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = fq.verify(one, tmp_path / "m.tflite", DATA)
+        assert found.ok, found.verdict()
+        assert found.target == target
+        assert set(found.kernels.values()) == {f"LiteRT int{bits}"}
+        assert found.is_exact or name == "encoder"
+        twice = [t for t in found.tensors if t.prepared_rounded]
+        assert twice or name in ("mlp", "encoder"), str(found)
+        assert all("rounds twice" in t.why_prepared for t in twice)
+
+
+def test_kernels_that_round_twice_are_those_of_the_target(tmp_path):
+    """A file runs with the kernels that the golden model follows. Those of another target have other codes."""
+    config = recipes.int8(target="litert-reference")
+    model = fq.prepare(digit_models.float_model("residual"), config, DATA[0])
+    model = fq.calibrate(model, [digit_models.digits(32, 1) * 0.9], progress=False).eval()
+    path = tmp_path / "m.tflite"
+    for target in ("litert-reference", "litert-builtin", "litert"):
+        golden = fq.convert(model, target=target)
+        fq.export_litert(golden, path, DATA[0])
+        assert fq.verify(model, path, DATA).target == target
+    resolvers = running.RESOLVERS
+    assert fq.verify(model, path, DATA).is_exact
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(resolvers, "litert", resolvers["litert-builtin"])
+        found = fq.verify(model, path, DATA)
+    assert not found.ok
+    assert not found.is_exact
 
 
 def test_inputs_without_the_rule_of_xnnpack_are_noticed(exported):

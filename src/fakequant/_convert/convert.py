@@ -279,7 +279,7 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
     for path, quantizer in named_quantizers(model):
         if quantizer in weights:
             continue
-        arithmetic = target.arithmetic
+        arithmetic = target.arithmetic_of(quantizer.spec)
         if quantizer.is_own_class:
             _require_grid(path, quantizer)
         if isinstance(quantizer, TensorScaleFakeQuantize):

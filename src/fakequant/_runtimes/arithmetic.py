@@ -30,6 +30,9 @@ from fakequant.spec import QuantSpec
 class Reference:
     """The operators of the graph, one after the other."""
 
+    # Whether kernels round sums more than once, so that codes may be one step off where no tie is.
+    rounds_twice = False
+
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """quantize(x), by the rule of ONNX."""
         return quantized(x, grid)
@@ -86,14 +89,19 @@ class Reference:
         return codes
 
 
-# The names by which targets refer to an arithmetic: "reference", and rooms.
-ARITHMETICS = tuple(dict.fromkeys(("reference", *(target.arithmetic for target in TARGETS.values()))))
+# The names by which targets refer to an arithmetic: "reference", rooms, and kernels of rooms.
+_NAMES = [name for target in TARGETS.values() for name in (target.arithmetic, target.wide_arithmetic)]
+ARITHMETICS = tuple(dict.fromkeys(["reference", *filter(None, _NAMES)]))
 
 
 @cache
 def find_arithmetic(name: str) -> Arithmetic:
     """Returns the arithmetic with one of the names in `ARITHMETICS`. The files of other rooms are not loaded."""
-    found: Arithmetic = Reference() if name == "reference" else part(name, "arithmetic").ARITHMETIC
+    if name == "reference":
+        return Reference()
+    room, _, kernels = name.partition("/")
+    module = part(room, "arithmetic")
+    found: Arithmetic = module.KERNELS[kernels] if kernels else module.ARITHMETIC
     return found
 
 

@@ -20,7 +20,7 @@ class Rounding:
     Scales are scalars, and codes are integers in float32.
     """
 
-    # The room of the runtime.
+    # What `rounding_of` finds it by.
     name: str
     # The grid of tokens whose scales the runtime computes at run time, by a rule of its own. None if it has none.
     token_spec: QuantSpec | None = None
@@ -60,7 +60,9 @@ class Rounding:
         return rounding_of, (self.name,)
 
 
-def rounding_of(room: str) -> Rounding:
-    """Returns the rounding of a runtime."""
-    found: Rounding = import_module(f"fakequant._runtimes.{room}.rounding").ROUNDING
+def rounding_of(name: str) -> Rounding:
+    """Returns the rounding of a room, or of some of its kernels: "room", or "room/kernels"."""
+    room, _, kernels = name.partition("/")
+    module = import_module(f"fakequant._runtimes.{room}.rounding")
+    found: Rounding = module.KERNELS[kernels] if kernels else module.ROUNDING
     return found

@@ -85,6 +85,8 @@ class ActivationRules:
     is_symmetric_int8: bool = False
     # If True, activations have at most 8 bits, and one scale per tensor or per token.
     is_at_most_8_bits: bool = False
+    # Whether it also has kernels for symmetric activations of 16 bits.
+    has_symmetric_int16: bool = False
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     is_stored_unsigned: bool = False
     # Whether there are kernels for scales that are computed at run time, the only grid of these if there is one, and
@@ -97,6 +99,9 @@ class ActivationRules:
         """Returns `spec` adapted to the runtime."""
         if spec.granularity == "token" and self.dynamic_spec is not None and (spec.bits == 8 or self.is_at_most_8_bits):
             return dataclasses.replace(self.dynamic_spec, numerics=spec.numerics)
+        if self.is_at_most_8_bits and self.has_symmetric_int16 and spec.bits > 8:
+            whole = dataclasses.replace(spec, bits=16, signed=True, symmetric=True, narrow_range=False)
+            return dataclasses.replace(whole, axis=None, group_size=None)
         if self.is_at_most_8_bits:
             return dataclasses.replace(spec, bits=min(spec.bits, 8), axis=None, group_size=None)
         if self.is_symmetric_int8:
@@ -109,6 +114,8 @@ class ActivationRules:
             return f"is affine ({spec}), but {name} needs symmetric activations"
         if self.is_symmetric_int8 and (spec.bits != 8 or spec.narrow_range):
             return f"is {spec}, but {name} needs activations with the full range of 8 bits"
+        if self.has_symmetric_int16 and spec.bits == 16 and spec.symmetric and spec.signed:
+            return None if spec.granularity == "tensor" else f"is {spec}, but {name} needs one scale for 16 bits"
         if self.is_at_most_8_bits and (spec.bits > 8 or spec.granularity not in ("tensor", "token")):
             return f"is {spec}, but {name} needs activations of at most 8 bits per tensor or per token"
         return None
@@ -174,8 +181,11 @@ class Target:
     weights: WeightRules = WeightRules()
     activations: ActivationRules = ActivationRules()
     fusions: Fusions = Fusions()
-    # How accumulators become codes: "reference", or the room whose arithmetic.py has the formulas.
+    # How accumulators become codes: "reference", or the room whose arithmetic.py has the formulas. If it has those of
+    # several kernels, "room/kernels".
     arithmetic: str = "reference"
+    # The same for codes of more than 8 bits. None if it is the same.
+    wide_arithmetic: str | None = None
     # Whether its kernels quantize floats by a rule of their own, which rounding.py of the room has.
     has_own_rounding: bool = False
     # Whether it computes with float formats and block scales, too.
@@ -194,7 +204,11 @@ class Target:
         """How its kernels quantize floats. None for the rule of ONNX."""
         from fakequant._runtimes.rounding import rounding_of  # needs torch, which the names of targets do not
 
-        return rounding_of(self.runtime.room) if self.has_own_rounding else None
+        return rounding_of(self.arithmetic) if self.has_own_rounding else None
+
+    def arithmetic_of(self, spec: QuantSpec) -> str:
+        """Returns how accumulators become codes of a spec."""
+        return self.wide_arithmetic if self.wide_arithmetic is not None and spec.bits > 8 else self.arithmetic
 
     @property
     def multiplies_inputs(self) -> bool:

@@ -11,9 +11,9 @@ from fakequant._backends.torch.grid_values import positions, values_at
 from fakequant._convert.convert import WIDENED
 from fakequant._convert.golden.integer_layer import weight_levels
 from fakequant._convert.golden.saturation import can_saturate, cpu_saturates, saturated_sums
-from fakequant._convert.golden.tracked_codes import Accumulated, Clamped, GridOf, Moved, Origin, Rectified
+from fakequant._convert.golden.tracked_codes import Accumulated, Arithmetic, Clamped, GridOf, Moved, Origin, Rectified
 from fakequant._runtimes import TARGETS
-from fakequant._runtimes.arithmetic import arithmetics
+from fakequant._runtimes.arithmetic import arithmetics, find_arithmetic
 from fakequant._verify.passes import Difference
 from fakequant.nn._quantized_layer import input_grid_of
 
@@ -25,6 +25,7 @@ SATURATION = (
 NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in float32"
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
 RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"
+KERNEL = "kernel: the runtime's kernel rounds twice, and the golden model follows it"
 TIE = "rounding tie: the input lies between two codes, and float rounding decided"
 UNSTEADY = "rounding: float operations before the quantizer have rounding errors larger than its steps"
 BIAS = "bias: it was rounded to an integer in the conversion"
@@ -42,14 +43,19 @@ class Differing(NamedTuple):
 
     differ: Tensor
     at_tie: Tensor
+    # Further codes: those that differ by one step because the kernels of a runtime round sums more than once.
+    by_kernel: Tensor
     # By how much rounding may move each element, with the effect of a scale that rounding has moved.
     tolerance: Tensor
     # Whether the scales differ by more than rounding.
     has_other_scale: bool
 
 
-def differing(found: Difference, tolerance: Tensor) -> Differing:
-    """Returns which codes differ, if rounding may move each element of the grid's input by `tolerance`."""
+def differing(found: Difference, tolerance: Tensor, arithmetic: Arithmetic | None = None) -> Differing:
+    """Returns which codes differ, if rounding may move each element of the grid's input by `tolerance`.
+
+    The golden model has the codes of `arithmetic`, and the other one must have those of floats, unless it is None.
+    """
     golden, other = found.golden, found.other
     differ = (golden != other) & ~(golden.isnan() & other.isnan())
     off = (found.scale.double() - found.grid.scale.double()).abs()
@@ -59,7 +65,10 @@ def differing(found: Difference, tolerance: Tensor) -> Differing:
         differ |= other != found.grid.zero_point
     tolerance = tolerance + found.x.double().abs() * (off / found.grid.scale.double())
     at_tie = differ & ties(found.x, found.grid, tolerance, golden, other)
-    return Differing(differ, at_tie, tolerance, has_other_scale)
+    by_kernel = torch.zeros_like(differ)
+    if arithmetic is not None and arithmetic.rounds_twice and not has_other_scale and bool(differ.any()):
+        by_kernel = differ & _rounded_by_kernel(found)
+    return Differing(differ & ~by_kernel, at_tie & ~by_kernel, by_kernel, tolerance, has_other_scale)
 
 
 def _scale_tolerance(found: Difference, tolerance: Tensor) -> Tensor:
@@ -82,6 +91,14 @@ def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tens
         middle = (values_at(golden, grid.spec).double() + values_at(other, grid.spec).double()) / 2
         distance = (steps - middle).abs()
     return ((golden - other).abs() == 1) & (distance <= tolerance / grid.scale.double())
+
+
+def _rounded_by_kernel(found: Difference) -> Tensor:
+    """Returns a mask of the codes that are one step off, and that the other model has from a single rounding."""
+    if found.origin is None:
+        return torch.zeros_like(found.golden, dtype=torch.bool)
+    once = found.origin.codes(find_arithmetic("reference"), found.grid)
+    return (once == found.other) & ((found.golden - found.other).abs() == 1)
 
 
 def within(x: Tensor, grid: GridOf, tolerance: Tensor, other: Tensor) -> Tensor:
@@ -212,14 +229,14 @@ def _wrapped(sums: Accumulated) -> Tensor | None:
 
 def _saturated(sums: Accumulated) -> Tensor | None:
     layer: Any = sums.layer
-    if layer is None or sums.codes_in is None or sums.zero_point_in is None:
+    if layer is None or sums.codes_in is None or sums.grid_in is None:
         return None
     levels = weight_levels(layer)
-    if not can_saturate(levels) or sums.zero_point_in.numel() != 1 or input_grid_of(layer) is None:
+    if not can_saturate(levels) or sums.grid_in.zero_point.numel() != 1 or input_grid_of(layer) is None:
         return None
     bias = None if layer.bias_codes is None else layer.bias_codes.double()
     # Kernels read unsigned codes: signed ones are stored with an offset of 2^(bits - 1).
     grid = input_grid_of(layer).spec
     offset = -grid.qmin if grid.qmin < 0 else 0
     codes = sums.codes_in.double() + offset
-    return saturated_sums(layer, codes, int(sums.zero_point_in) + offset, levels, bias)
+    return saturated_sums(layer, codes, int(sums.grid_in.zero_point) + offset, levels, bias)

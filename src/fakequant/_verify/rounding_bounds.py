@@ -27,7 +27,7 @@ _AMPLITUDE = 32
 # The same for torch's own kernels, which ran and are compared: a few units.
 TORCHS_AMPLITUDE = 2
 _UNIT = 2.0**-24
-REPETITIONS = 4
+_REPETITIONS = 4
 # Results are within rounding if they differ by at most this factor times the largest change seen.
 _MARGIN = 2
 
@@ -38,6 +38,7 @@ _SUMS = {
     aten.convolution, aten._convolution, aten.mkldnn_convolution, aten.convolution_overrideable, aten.sum, aten.mean,
     aten.cumsum, aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d,
     aten._embedding_bag, aten._embedding_bag_forward_only, torch.ops.fakequant.grouped_linear,
+    aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d, aten.upsample_bicubic2d,
 }  # fmt: skip
 # Sums of their arguments.
 _ADDITIONS = {aten.add, aten.sub, aten.rsub, aten.addcmul, aten.addcdiv, aten.lerp}
@@ -187,7 +188,7 @@ class Rounding:
         compute: Callable[[], list[Tensor]],
         results: list[Tensor],
         amplitude: float = _AMPLITUDE,
-        repetitions: int = REPETITIONS,
+        repetitions: int = _REPETITIONS,
     ) -> None:
         """`compute` is repeated with errors of this amplitude; `results` are its results without errors."""
         self._amplitude = amplitude

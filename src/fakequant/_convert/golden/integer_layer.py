@@ -162,7 +162,7 @@ class Integers(LayerRecord):
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not sums_have_one_scale(layer):
             return groups.linear(plain(x), self.quantized_weight(layer), float_bias(layer))
         grid, weight = origin.grid, weight_levels(layer)
-        dtype = _wide_enough(layer, grid, weight)
+        dtype = _wide_enough(weight, largest_sum(layer, grid, weight))
         bias = None if layer.bias_codes is None else layer.bias_codes.to(dtype)
         sums = groups.linear(onnx_steps(plain(x), grid.scale).to(dtype), weight.to(dtype), bias)
         value = sums.float() * (grid.scale * groups.rows_of(layer.weight_scale))
@@ -185,10 +185,12 @@ class Integers(LayerRecord):
         grid = origin.grid
         levels = onnx_steps(plain(x), grid.scale)
         weight = weight_levels(layer)
-        dtype = _wide_enough(layer, grid, weight)
+        largest = largest_sum(layer, grid, weight)
+        dtype = _wide_enough(weight, largest)
         bias = bias_codes_of(layer)
         bias = None if bias is None else bias.to(dtype)
         sums = operator(levels.to(dtype), weight[rows].to(dtype), part_of(bias, rows))
+        weight_scale = self._along_channels(part_of(along_outputs(layer, layer.weight_scale), rows))
         scale = self._along_channels(part_of(along_outputs(layer, sum_scale(layer, grid.scale)), rows))
         value = sums.float() * scale
         floating = None if layer.bias_codes is not None else getattr(layer, self.kind.bias_name, None)
@@ -197,7 +199,7 @@ class Integers(LayerRecord):
         added = None if bias is None else self._along_channels(part_of(bias, rows))
         totals = weight[rows].sum(1) if operator is linear else None
         codes = levels + grid.zero_point
-        return track(value, Accumulated(sums, scale, layer, codes, grid.zero_point, added, totals))
+        return track(value, Accumulated(sums, scale, layer, codes, grid, weight_scale, added, totals, largest))
 
     def _along_channels(self, value: Tensor) -> Tensor:
         """Reshapes values per output channel so that they broadcast with the sums."""
@@ -306,19 +308,22 @@ def float_bias(layer: IntegerLayer) -> Tensor | None:
     return found[current_call(layer)] if found else None
 
 
-def _wide_enough(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> torch.dtype:
-    """Returns a float type in which no partial sum is rounded."""
+def largest_sum(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> float:
+    """Returns the largest magnitude of a sum of products with the bias. `weight` is `weight_levels(layer)`."""
     zero = int(grid.zero_point) if grid.zero_point.numel() == 1 else None
     spec = grid.spec
     largest = spec.levels if zero is None else max(spec.qmax - zero, zero - spec.qmin)
     axes = [axis for axis in range(weight.dim()) if axis != layer._fakequant.kind.channel_axis]
     bound = largest * float(weight.abs().double().sum(axes).max())
-    if layer.bias_codes is not None:
-        bound += float(layer.bias_codes.abs().max())
+    return bound if layer.bias_codes is None else bound + float(layer.bias_codes.abs().max())
+
+
+def _wide_enough(weight: Tensor, largest: float) -> torch.dtype:
+    """Returns a float type in which no partial sum is rounded."""
     # Other devices may multiply float32 with fewer bits, for example TF32.
     is_exact = weight.is_cpu and (weight.dim() == 2 or _DIRECT_CONVOLUTIONS)
     is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"
-    return torch.float32 if is_exact and bound < EXACT_IN_FLOAT32 else torch.float64
+    return torch.float32 if is_exact and largest < EXACT_IN_FLOAT32 else torch.float64
 
 
 @overload

@@ -63,7 +63,7 @@ class GoldenQuantizer(nn.Module):
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
         if not self.spec.is_integer or (self.scale is None and self.spec.granularity == "group"):
             return self._rounded(plain(x))
-        grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
+        grid, origin, arithmetic = self.grid_for(x), origin_of(x), self.arithmetic_in_use
         if grid.scale.dim() > 0 and was_moved(origin):
             origin = None  # the scales of tokens are those after the move
         codes = arithmetic.from_float(plain(x), grid) if origin is None else origin.codes(arithmetic, grid)
@@ -89,10 +89,10 @@ class GoldenQuantizer(nn.Module):
         """Returns the grid for `x`. Scales per token broadcast with `x`."""
         if self.scale is not None and self.zero_point is not None:
             return GridOf(self.scale, self.zero_point, self.spec)
-        return self._arithmetic.dynamic_grid(x, self.spec, self.eps)
+        return self.arithmetic_in_use.dynamic_grid(x, self.spec, self.eps)
 
     @property
-    def _arithmetic(self) -> Arithmetic:
+    def arithmetic_in_use(self) -> Arithmetic:
         """How codes are computed. Files compute the scale of a whole tensor operator by operator."""
         is_whole = self.scale is None and self.spec.granularity != "token"
         return find_arithmetic("reference" if is_whole else self.arithmetic)

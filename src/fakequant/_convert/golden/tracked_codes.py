@@ -69,6 +69,9 @@ class GridOf:
 class Arithmetic(Protocol):
     """How a runtime computes codes. All methods return codes on `grid`, as integers in float32."""
 
+    # Whether kernels round sums more than once, so that codes may be one step off where no tie is.
+    rounds_twice: bool
+
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """Returns the codes of a tensor of which only the floats are known."""
 
@@ -152,15 +155,18 @@ class Accumulated:
     sums: Tensor
     # Broadcasts with `sums`.
     scale: Tensor
-    # The layer, and the codes and the zero point of its input. The layer is an `IntegerLayer`, whose module imports
-    # this one. None for products of two activations.
+    # The layer, the codes and the grid of its input, and the scale of its weight, which broadcasts with `sums`. The
+    # layer is an `IntegerLayer`, whose module imports this one. None for products of two activations.
     layer: Any = None
     codes_in: Tensor | None = None
-    zero_point_in: Tensor | None = None
+    grid_in: GridOf | None = None
+    weight_scale: Tensor | None = None
     # The part of the sums that is the bias. Broadcasts with `sums`.
     bias: Tensor | None = None
     # For linear layers, the sums of the weights that each output is computed with, in the scale of `sums`.
     weight_sums: Tensor | None = None
+    # The largest magnitude that a sum of this layer can have.
+    largest: float | None = None
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         return arithmetic.from_layer(self, grid)

@@ -1,12 +1,13 @@
 """Activations. Those that only limit values become limits of codes, or part of the kernel before them."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fakequant._export.litert.builder import HIGH, LOW, Constant, Grid, Known, Pending, Value, scale_of
+from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Value
 from fakequant._export.litert.elementwise import unary
 from fakequant._export.litert.layers import FUSED
 from fakequant._export.litert.operations import Operations, dtype_of, shape_of
@@ -19,8 +20,8 @@ def clamped(t: Operations, node: Node, x: Value, low: float | None, high: float 
     x = t.cast(x, dtype_of(node))
     codes_given = t.builder.codes_of(x)
     if codes_given is not None and low == 0 and high is None:  # a ReLU keeps the grid
-        grid = Grid(scale_of(codes_given.tensor), codes_given.tensor.zero_point)
-        limits = Grid(grid.scale, grid.zero_point, max(grid.zero_point, LOW), HIGH)
+        grid = Grid.of(codes_given.tensor)
+        limits = dataclasses.replace(grid, low=max(grid.zero_point, grid.low))
         return codes_given.like(t.builder.limited(codes_given.tensor, limits))
 
     def floats() -> Known:
@@ -79,10 +80,9 @@ def leaky_relu(t: Operations, node: Node, x: Value, slope: float = 0.01) -> Valu
 def elu(t: Operations, node: Node, x: Value, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Value:
     x = x if input_scale == 1 else t.with_number("MUL", x, input_scale)
     found = t.builder.floats(x)
-    if alpha == 1:
-        made = t.unary(found, "ELU")
-    else:  # max(x, 0) + alpha * (exp(min(x, 0)) - 1)
-        below = t.with_number("SUB", t.unary(t.with_number("MINIMUM", found, 0.0), "EXP"), 1.0)
+    made = t.unary(found, "ELU")
+    if alpha != 1:  # max(x, 0) + alpha * min(elu(x), 0)
+        below = t.with_number("MINIMUM", made, 0.0)
         made = t.binary("ADD", ("Add", {}), t.unary(found, "RELU"), t.with_number("MUL", below, alpha))
     return made if scale == 1 else t.with_number("MUL", made, scale)
 

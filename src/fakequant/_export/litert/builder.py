@@ -16,23 +16,44 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from fakequant._convert.golden.tracked_codes import GridOf
 from fakequant._export.litert.graph import AnyLength, Graph, Order, Tensor
-from fakequant._runtimes.litert.arithmetic import float_codes
+from fakequant._runtimes.arithmetic import find_arithmetic
+from fakequant._runtimes.litert.arithmetic import Xnnpack
 from fakequant._runtimes.reciprocal_rounding import reciprocal_code
+from fakequant._runtimes.target import Target
+from fakequant.spec import QuantSpec
 
-LOW, HIGH = -128, 127
 # Whether a bound of an activation is so near to the middle between two codes that kernels may differ.
 _NEAR_TIE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A grid with one scale. Its codes fit in int8."""
+    """A grid with one scale. Its codes have at most this number of bits, 8 or 16."""
 
     scale: float
     zero_point: int
-    low: int = LOW
-    high: int = HIGH
+    low: int
+    high: int
+    bits: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Grid":
+        """Returns the grid of a tensor of codes, with all codes that its type has."""
+        bits = 8 * np.dtype(tensor.dtype).itemsize
+        return cls(scale_of(tensor), tensor.zero_point, *_ends(bits), bits)
+
+    @property
+    def whole(self) -> "Grid":
+        """The grid with all codes that its type has."""
+        low, high = _ends(self.bits)
+        return dataclasses.replace(self, low=low, high=high)
+
+    @property
+    def spec(self) -> QuantSpec:
+        """The spec of all codes of the type."""
+        return QuantSpec(bits=self.bits, signed=True, symmetric=False)
 
     def code(self, value: float) -> int:
         """Returns the code of a number."""
@@ -45,15 +66,20 @@ class Grid:
 
     def activation(self) -> str | None:
         """Returns the activation that limits codes in this way, or None if there is none."""
-        if (self.low, self.high) == (LOW, HIGH):
+        lowest, highest = _ends(self.bits)
+        if (self.low, self.high) == (lowest, highest):
             return "NONE"
-        if self.low != max(self.zero_point, LOW):
+        if self.low != max(self.zero_point, lowest):
             return None
-        if self.high == HIGH:
+        if self.high == highest:
             return "RELU"
         six = 6.0 / self.scale
         is_clear = abs(six - np.floor(six) - 0.5) > _NEAR_TIE
-        return "RELU6" if is_clear and self.high == min(round(six) + self.zero_point, HIGH) else None
+        return "RELU6" if is_clear and self.high == min(round(six) + self.zero_point, highest) else None
+
+
+def _ends(bits: int) -> tuple[int, int]:
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,15 +153,28 @@ def identity(rank: int) -> Order:
 
 
 class Builder:
-    """Adds operators to a graph."""
+    """Adds operators to a graph, for the kernels of a target."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self.graph = Graph()
         self._arranged: dict[tuple[int, Order], Known] = {}
         self._floats: dict[int, Known] = {}
         self._on_grids: dict[tuple[int, Grid], Known] = {}
         # Tensors must live as long as their numbers are keys.
         self._kept: list[Tensor] = []
+
+    def kernels(self, grid: Grid) -> Xnnpack:
+        """Returns the kernels that compute codes of a grid."""
+        found = find_arithmetic(self.target.arithmetic_of(grid.spec))
+        assert isinstance(found, Xnnpack)
+        return found
+
+    def operands_of(self, grid: Grid, *values: Value) -> list[Known] | None:
+        """Returns the codes of values if all are on grids of the width of `grid`, otherwise None."""
+        found = [one for one in map(self.codes_of, values) if one is not None]
+        fits = len(found) == len(values) and all(Grid.of(one.tensor).bits == grid.bits for one in found)
+        return found if fits else None
 
     # --- values as tensors
 
@@ -178,7 +217,9 @@ class Builder:
                 return found
         if isinstance(value, Constant):
             tensor = codes_tensor(value.shape, grid)
-            tensor.data = float_codes(value.value, grid.scale, grid.zero_point, grid.low, grid.high).numpy()
+            of = GridOf(torch.tensor(grid.scale), torch.tensor(grid.zero_point), grid.spec)
+            codes = self.kernels(grid).from_float(value.value.detach(), of).clamp(grid.low, grid.high)
+            tensor.data = codes.numpy().astype(tensor.dtype)
             return Known(tensor, identity(len(value.shape)))
         found = self.known(value)
         key = (id(found.tensor), grid)
@@ -189,8 +230,7 @@ class Builder:
 
     def _quantized(self, found: Known, grid: Grid) -> Known:
         if found.tensor.is_codes:
-            own = (scale_of(found.tensor), found.tensor.zero_point)
-            if own == (float(np.float32(grid.scale)), grid.zero_point):
+            if Grid.of(found.tensor) == dataclasses.replace(grid.whole, scale=float(np.float32(grid.scale))):
                 return found.like(self.limited(found.tensor, grid))
             found = self.floats(found)
         made = self.graph.add("QUANTIZE", [found.tensor], [codes_tensor(found.tensor.shape, grid)], ("Quantize", {}))
@@ -198,10 +238,10 @@ class Builder:
 
     def limited(self, codes: Tensor, grid: Grid) -> Tensor:
         """Returns codes within the limits of a grid."""
-        for code, limit, usual in (("MAXIMUM", grid.low, LOW), ("MINIMUM", grid.high, HIGH)):
+        for code, limit, usual in (("MAXIMUM", grid.low, grid.whole.low), ("MINIMUM", grid.high, grid.whole.high)):
             if limit != usual:
                 bound = codes_tensor((1,) * len(codes.shape), grid)
-                bound.data = np.full(bound.shape, limit, np.int8)
+                bound.data = np.full(bound.shape, limit, bound.dtype)
                 codes = self.graph.add(code, [codes, bound], [codes_tensor(codes.shape, grid)], ("MaximumMinimum", {}))
         return codes
 
@@ -305,7 +345,7 @@ def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def codes_tensor(shape: Sequence[int], grid: Grid) -> Tensor:
-    return Tensor(tuple(shape), "int8", scale=np.array([grid.scale], np.float32), zero_point=grid.zero_point)
+    return Tensor(tuple(shape), f"int{grid.bits}", scale=np.array([grid.scale], np.float32), zero_point=grid.zero_point)
 
 
 Options: TypeAlias = tuple[str, dict[str, Any]]

@@ -10,20 +10,24 @@ from fakequant._export.litert.builder import Constant, Grid, Known, Options, Pen
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.layers import FUSED
 from fakequant._export.litert.operations import Operations, as_value, dtype_of, no_operator, shape_of
-from fakequant._runtimes.litert.arithmetic import has_addition, has_product
 
 aten = torch.ops.aten
 
 
 def _integers(t: Operations, code: str, name: str, a: Value, b: Value, grid: Grid) -> Known | None:
     """Adds an operator on codes, if both operands are on grids for which there is a kernel."""
-    left, right = t.builder.codes_of(a), t.builder.codes_of(b)
-    has_kernel = has_addition if code == "ADD" else has_product
-    if left is None or right is None or not has_kernel(scale_of(left.tensor), scale_of(right.tensor), grid.scale):
+    operands, kernels = t.builder.operands_of(grid, a, b), t.builder.kernels(grid)
+    if operands is None:
+        return None
+    left, right = operands
+    has_kernel = kernels.has_addition if code == "ADD" else kernels.has_product
+    if not has_kernel(scale_of(left.tensor), scale_of(right.tensor), grid.scale):
         return None
     tensors, order, shape = t.operands(left, right)
     out, activation, limited = t.builder.result(grid, shape)
-    options = (name, {"fusedActivationFunction": FUSED[activation]})
+    # Scales of 16-bit codes are no powers of two.
+    more = {"potScaleInt16": False} if code == "ADD" and grid.bits == 16 else {}
+    options = (name, {"fusedActivationFunction": FUSED[activation], **more})
     return Known(limited(t.graph.add(code, tensors, [out], options)), order)
 
 

@@ -5,6 +5,7 @@ import os
 from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.convert import conversion, find_conversion
 from fakequant._export.example import (
     converted,
     inputs_of,
@@ -18,7 +19,8 @@ from fakequant._export.litert.file import schema
 from fakequant._export.litert.program import file_of, make_graph
 from fakequant._export.litert.report import LitertExport, report_of
 from fakequant._model.running import Args, Batch, Kwargs, check_module
-from fakequant._runtimes.litert.running import Loaded, RuntimeFailure, arrays_of, import_runtime
+from fakequant._prepare.attach import preparation
+from fakequant._runtimes.litert.running import RESOLVERS, Loaded, RuntimeFailure, arrays_of, import_runtime
 from fakequant._runtimes.litert.target import TARGETS
 from fakequant._util.files import writing
 
@@ -69,25 +71,33 @@ def export_litert(
     import_runtime()
     schema()
     with writing(path) as unfinished, without_autocast():
-        golden = converted(model, TARGETS[0].name, strict).eval()
+        golden = converted(model, _target_of(model), strict).eval()
+        resolver = RESOLVERS[conversion(golden).target]
         require_float32(golden, args, kwargs)
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         names, results = results_of(golden, args, kwargs)
         graph = make_graph(golden, args, kwargs, names, has_any_batch=dynamic_batch)
         data = file_of(golden, graph, names)
-        _require_running(args, kwargs, results, data)
+        _require_running(args, kwargs, results, data, resolver)
         if dynamic_batch:
             args, kwargs = repeated((args, kwargs), len(next(x for x in leaves if x.dim())) + 1)
-            _require_running(args, kwargs, results_of(golden, args, kwargs)[1], data)
+            _require_running(args, kwargs, results_of(golden, args, kwargs)[1], data, resolver)
         unfinished.write_bytes(data)
     return report_of(graph, len(data), has_any_batch=dynamic_batch)
 
 
-def _require_running(args: Args, kwargs: Kwargs, results: list[Tensor], data: bytes) -> None:
+def _target_of(model: nn.Module) -> str:
+    """Returns the target of a model, if it is one of LiteRT, otherwise that of its default kernels."""
+    made = find_conversion(model)
+    own = preparation(model).config.target if made is None else made.target
+    return own if own in RESOLVERS else TARGETS[0].name
+
+
+def _require_running(args: Args, kwargs: Kwargs, results: list[Tensor], data: bytes, resolver: str) -> None:
     """Raises ValueError if LiteRT cannot load or run a file, or if its results have other shapes."""
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
-        found = Loaded(data, "the file")(arrays_of(inputs))
+        found = Loaded(data, "the file", resolver=resolver)(arrays_of(inputs))
     except RuntimeFailure as error:
         raise ValueError(
             f"The model cannot be exported: LiteRT cannot run the file that was made of it: {error.reason}\n"

@@ -14,14 +14,16 @@ from fakequant._convert.golden.integer_layer import (
     float_biases,
     float_weight,
     is_integer,
+    largest_sum,
     sums_have_one_scale,
+    weight_levels,
 )
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._export.layers import dynamic_grid, refuse_dynamic_lengths, stored_layer
 from fakequant._export.litert.operators import GRID, TOKEN_GRID, WEIGHT
 from fakequant._runtimes.litert.target import TOKEN_SPEC
 from fakequant.nn._experts import ExpertProduct
-from fakequant.nn._quantized_layer import Operator, input_grid_of
+from fakequant.nn._quantized_layer import Operator, input_grid_of, input_grids_of
 from fakequant.nn._records import NAME
 from fakequant.nn._saved_codes import linear, transposed_linear
 
@@ -39,6 +41,8 @@ class Weight:
     scale: Tensor | None = None
     axis: int = 0
     bits: int = 8
+    # The largest magnitude that a sum of products and the bias can have, if the input has one grid.
+    largest_sum: float = 0.0
     # Codes of the bias and their scale per output, or None; the bias as floats, or None.
     bias: tuple[Tensor, Tensor] | None = None
     float_bias: Tensor | None = None
@@ -208,6 +212,9 @@ def _calls(layer: IntegerLayer, record: ExportedIntegers) -> tuple[Weight, ...]:
     made = dataclasses.replace(usual, codes=codes, scale=scale, axis=axis, bits=bits)
     if not is_static:
         return (made,)
+    levels = weight_levels(layer)
+    largest = max(largest_sum(layer, grid.grid_for(levels), levels) for grid in input_grids_of(layer))
+    made = dataclasses.replace(made, largest_sum=largest)
     if stored.biases:
         return tuple(
             dataclasses.replace(made, bias=(bias, step.expand(len(bias)).clone()), float_bias=floating)

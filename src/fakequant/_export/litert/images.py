@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from fakequant._export.litert.builder import LOW, Constant, Known, Options, Value
+from fakequant._export.litert.builder import Constant, Grid, Known, Options, Value
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.layers import VALID, pad_zeros, paddings
 from fakequant._export.litert.moves import slice_of
@@ -53,7 +53,8 @@ def max_pool2d(
         image = t.builder.arranged(found, order).tensor
         pads, kind = windows.paddings(image)
         if kind is None:
-            lowest = (LOW if image.zero_point != LOW else None) if image.is_codes else float("-inf")
+            lowest: float | None = Grid.of(image).low if image.is_codes else float("-inf")
+            lowest = None if lowest == image.zero_point else lowest  # what PAD adds
             image, kind = pad_zeros(t.builder, image, pads, lowest), VALID
         made = t.builder.moved(image, [shape[axis] for axis in order])
         return Known(t.graph.add("MAX_POOL_2D", [image], [made], windows.options(kind)), order)

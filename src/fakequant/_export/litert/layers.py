@@ -10,15 +10,15 @@ import torch
 
 from fakequant._export.litert.builder import Builder, Grid, Known, Pending, Value, scale_of
 from fakequant._export.litert.exported_modules import Weight
+from fakequant._export.litert.file import schema
 from fakequant._export.litert.graph import AnyLength, Tensor
-from fakequant._runtimes.reciprocal_arithmetic import has_layer
+from fakequant._runtimes.litert.arithmetic import LARGEST_SUM
 
 FUSED = {"NONE": 0, "RELU": 1, "RELU6": 3}
 SAME, VALID = 0, 1
 # Why a layer whose weight is quantized is computed in float.
 _NO_CODES = "its input or its weight is not on an integer grid with one scale"
 _NO_RESULT = "its result is not quantized"
-_NO_SCALE = "XNNPACK has no kernel for its scales"
 _NO_KERNEL = "there is no kernel in integers"
 
 
@@ -60,16 +60,17 @@ def _has_no_kernel(call: Layer) -> bool:
 
 
 def _codes(builder: Builder, call: Layer, grid: Grid) -> Known | None:
-    x, weight = builder.codes_of(call.x), call.weight
-    if weight.codes is None or x is None or call.is_dynamic or _has_no_kernel(call):
+    operands, weight = builder.operands_of(grid, call.x), call.weight
+    if weight.codes is None or operands is None or call.is_dynamic or _has_no_kernel(call):
         return None
     if call.bias is not None and weight.bias is None:
         return None
     assert weight.scale is not None
+    (x,) = operands
     x_scale = scale_of(x.tensor)
     # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
-    scale = torch.where(_is_empty(weight), grid.scale / x_scale, weight.scale)
-    if not all(has_layer(x_scale, float(one), grid.scale) for one in scale):
+    scale = torch.where(_is_empty(weight), grid.scale / x_scale / 2, weight.scale)
+    if not all(builder.kernels(grid).has_layer(x_scale, float(one), grid.scale) for one in scale):
         return None
     call = dataclasses.replace(call, weight=dataclasses.replace(weight, scale=scale))
     return _Emission(builder, call, x, grid).result()
@@ -104,6 +105,17 @@ class _Emission:
             return self.along_one_axis()
         return self.volumes() if axes == 5 else self.images()
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the codes of input and result have 16 bits."""
+        return self.grid is not None and self.grid.bits == 16
+
+    @property
+    def sums_bits(self) -> int:
+        """The number of bits of sums and the bias. With 16-bit codes, kernels of convolutions round less with 32."""
+        fits = self.call.weight.largest_sum < LARGEST_SUM and self.call.weight.floats.dim() > 2
+        return 32 if not self.is_wide or fits else 64
+
     # --- tensors
 
     def weight(self, arrange: Any, axis: int) -> Tensor:
@@ -124,8 +136,9 @@ class _Emission:
             assert weight.scale is not None
             x_scale = np.float32(scale_of(self.x.tensor))
             scale = np.broadcast_to(x_scale * weight.scale.numpy().astype(np.float32), number)
-            codes = np.zeros(number, np.int32) if weight.bias is None else weight.bias[0].numpy().astype(np.int32)
-            return Tensor((number,), "int32", name, codes, np.ascontiguousarray(scale))
+            kind = "int64" if self.sums_bits == 64 else "int32"
+            codes = np.zeros(number, kind) if weight.bias is None else weight.bias[0].numpy().astype(kind)
+            return Tensor((number,), kind, name, codes, np.ascontiguousarray(scale))
         bias = self.call.bias
         floats = np.zeros(number, np.float32) if bias is None else bias.detach().numpy().astype(np.float32)
         return Tensor((number,), "float32", name, floats)
@@ -139,6 +152,8 @@ class _Emission:
         out, activation, limited = self.output(shape)
         name, values = options
         values = {**values, "fusedActivationFunction": FUSED[activation]}
+        if self.is_wide and self.sums_bits == 32:
+            values["quantizedBiasType"] = schema().TensorType.INT32
         path = self.call.weight.path or self.graph.path
         more = {"path": path, "products": products, "why_float": self.why}
         made: Tensor = limited(self.graph.add(code, inputs, [out], (name, values), **more))
@@ -184,7 +199,8 @@ class _Emission:
             return Known(self.transposed(x.tensor), order)
         call = self.call
         outputs, inputs, *kernel = call.weight.floats.shape
-        is_depthwise = call.groups == x.tensor.shape[3] and inputs == 1 and call.groups > 1
+        # Of the kernels for 16 bits, the one for groups rounds less.
+        is_depthwise = call.groups == x.tensor.shape[3] and inputs == 1 and call.groups > 1 and not self.is_wide
         tensor, padding = padded(self.builder, x.tensor, kernel, call)
         if is_depthwise:
             weight = self.weight(lambda w: w.permute(1, 2, 3, 0), 3)
@@ -314,7 +330,7 @@ def pad_zeros(builder: Builder, x: Tensor, pads: Sequence[tuple[int, int]], valu
         return builder.graph.add("PAD", [x, sizes], [builder.moved(x, shape)], ("Pad", {}))
     if x.is_codes:
         number = builder.moved(x, (1,))
-        number.data = np.array([value], np.int8)
+        number.data = np.array([value], number.dtype)
     else:
         number = builder.graph.constant([value], x.dtype)
     return builder.graph.add("PADV2", [x, sizes, number], [builder.moved(x, shape)], ("PadV2", {}))

@@ -11,6 +11,7 @@ from torch.fx import Node
 from fakequant._export.litert.builder import Builder, Constant, Known, Options, Pending, Value, identity, is_long
 from fakequant._export.litert.exported_modules import Weight
 from fakequant._export.litert.graph import AnyLength, Order, Tensor
+from fakequant._runtimes.target import Target
 
 
 class NoOperator(ValueError):
@@ -34,8 +35,8 @@ class Tokens:
 class Operations:
     """Adds operators to a graph, in the order of axes that is at hand."""
 
-    def __init__(self) -> None:
-        self.builder = Builder()
+    def __init__(self, target: Target) -> None:
+        self.builder = Builder(target)
         self.graph = self.builder.graph
 
     def op(

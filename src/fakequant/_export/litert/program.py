@@ -27,6 +27,9 @@ from fakequant._export.litert.translation import KNOWN, translate
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, digest_of_parameters
 from fakequant._model.leaves import return_tensors
 from fakequant._model.running import Args, Kwargs
+from fakequant._runtimes import TARGETS
+from fakequant._runtimes.litert import target as litert
+from fakequant._runtimes.target import Target
 
 _ONE_LENGTH = "Use dynamic_batch=False for batches of the example's length."
 # The length of the batch when a model is traced for any.
@@ -64,7 +67,7 @@ def make_graph(golden: nn.Module, args: Args, kwargs: Kwargs, results: list[str]
     model = copy.deepcopy(golden).eval()
     tables = make_exportable(model)
     try:
-        return _graph_of(model, tables, args, kwargs, shapes, results)
+        return _graph_of(model, tables, TARGETS[conversion(golden).target], args, kwargs, shapes, results)
     except (DynamicLength, NoOperator):
         raise
     except NotImplementedError as error:
@@ -101,10 +104,12 @@ def _kernels(graph: Graph) -> dict[str, str]:
 def make_float_graph(model: nn.Module, args: Args, kwargs: Kwargs, results: list[str]) -> Graph:
     """Returns the graph of a float model. See `make_graph`."""
     with torch.no_grad():
-        return _graph_of(copy.deepcopy(model).eval(), Tables(), args, kwargs, None, results)
+        return _graph_of(copy.deepcopy(model).eval(), Tables(), litert.TARGETS[0], args, kwargs, None, results)
 
 
-def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]) -> Graph:
+def _graph_of(
+    model: nn.Module, tables: Tables, target: Target, args: Args, kwargs: Kwargs, shapes: Any, results: list[str]
+) -> Graph:
     return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     shapes = _nested(model, shapes)
@@ -113,7 +118,7 @@ def _graph_of(model: nn.Module, tables: Tables, args: Args, kwargs: Kwargs, shap
         with FunctionForms(), any_batch():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         program = _decomposed(program)
-    return translate(program, tables, results)
+    return translate(program, tables, target, results)
 
 
 def _nested(model: nn.Module, shapes: Any) -> Any:

@@ -12,7 +12,6 @@ from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Val
 from fakequant._export.litert.graph import Tensor
 from fakequant._export.litert.moves import reshaped, without_axes
 from fakequant._export.litert.operations import Operations, dtype_of, no_operator, shape_of
-from fakequant._runtimes.litert.arithmetic import has_average
 
 aten = torch.ops.aten
 
@@ -53,15 +52,19 @@ def mean(t: Operations, node: Node, x: Value, axes: Any = None, keepdim: bool = 
         return found if keepdim else without_axes(t, found, axes)
 
     def codes(grid: Grid) -> Known | None:
-        found = t.builder.codes_of(x)
-        if found is None or not has_average(scale_of(found.tensor), grid.scale):
+        operands, kernels = t.builder.operands_of(grid, x), t.builder.kernels(grid)
+        if operands is None or not kernels.has_average(scale_of(operands[0].tensor), grid.scale):
             return None
+        (found,) = operands
         places = sorted(found.axis(axis) for axis in axes)
         shape = [1 if place in places else length for place, length in enumerate(found.tensor.shape)]
-        out, _, _ = t.builder.result(Grid(grid.scale, grid.zero_point), shape)
+        # Of LiteRT's own kernels, one for images rounds otherwise. It is chosen only if axes are kept.
+        keeps = not kernels.rounds_twice
+        kept = shape if keeps else [length for place, length in enumerate(shape) if place not in places]
+        out, _, _ = t.builder.result(grid.whole, kept)
         inputs = [found.tensor, t.graph.constant(places, "int32")]
-        made = t.graph.add("MEAN", inputs, [out], ("Reducer", {"keepDims": True}))
-        return end(found.like(t.builder.limited(made, grid)))
+        made = t.graph.add("MEAN", inputs, [out], ("Reducer", {"keepDims": keeps}))
+        return end(found.like(t.builder.limited(t.builder.reshaped(made, shape), grid)))
 
     return Pending(shape_of(node), lambda: end(reduced(t, t.builder.floats(x), "MEAN", axes)), codes)
 

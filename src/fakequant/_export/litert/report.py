@@ -12,7 +12,7 @@ from fakequant._util.text import table
 _LAYERS = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "CONV_3D")
 # Operators that are computed on codes between quantizers, and those that move or limit codes. Why they are not.
 _BETWEEN_GRIDS = {"ADD", "MUL", "MEAN"}
-_NO_GRIDS = "its operands or its result are not quantized, or their scales are too far apart for XNNPACK"
+_NO_GRIDS = "its operands or its result are not quantized, or LiteRT has no kernel for their scales or types"
 _OF_CODES = {
     "MAX_POOL_2D", "PAD", "PADV2", "CONCATENATION", "STRIDED_SLICE", "GATHER", "TILE", "BROADCAST_TO", "REVERSE_V2",
     "RESIZE_NEAREST_NEIGHBOR", "RELU", "RELU6", "MAXIMUM", "MINIMUM",
@@ -31,7 +31,8 @@ class LitertOperator:
     # The path of the module whose code calls it, and its name in LiteRT.
     path: str
     name: str
-    # "int8", "dynamic" if the kernel computes the scales of its input, or "float".
+    # The type of the codes of activations, "int8" or "int16"; "dynamic" if the kernel computes the scales of its input,
+    # or "float".
     how: str
     multiplications: int = 0
     # Why it is computed in float. Empty if it is not.
@@ -148,9 +149,10 @@ def _most_bytes(graph: Graph) -> int:
 
 
 def how_computed(operator: Operator) -> str:
-    """Returns how an operator is computed: "int8", "dynamic" or "float". Integers that are no codes count as "int8"."""
+    """Returns how an operator is computed, as `LitertOperator` has it. Integers that are no codes count as "int8"."""
     tensors = [*filter(None, operator.inputs), *operator.outputs]
-    if any(tensor.is_codes for tensor in operator.outputs) or all(tensor.dtype != "float32" for tensor in tensors):
-        return "int8"
+    codes = [tensor.dtype for tensor in operator.outputs if tensor.is_codes]
+    if codes or all(tensor.dtype != "float32" for tensor in tensors):
+        return codes[0] if codes else "int8"
     weight = operator.inputs[1] if len(operator.inputs) > 1 and operator.code in _LAYERS else None
     return "dynamic" if weight is not None and weight.dtype in ("int8", "int4") else "float"

@@ -11,7 +11,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Node
 
 from fakequant._export.litert.activations import ACTIVATIONS
-from fakequant._export.litert.builder import HIGH, Constant, Grid, Known, Pending, Value, identity
+from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Value, identity
 from fakequant._export.litert.elementwise import ELEMENTWISE, add
 from fakequant._export.litert.exported_modules import Tables, Weight
 from fakequant._export.litert.graph import AnyLength, Graph, Tensor
@@ -36,21 +36,22 @@ from fakequant._export.litert.products import PRODUCTS, matmul
 from fakequant._export.litert.reductions import REDUCTIONS
 from fakequant._export.litert.selections import SELECTIONS, embedding
 from fakequant._export.notes import call_name
+from fakequant._runtimes.target import Target
 
 aten = torch.ops.aten
 _HANDLERS = {**ELEMENTWISE, **ACTIVATIONS, **REDUCTIONS, **PRODUCTS, **MOVES, **SELECTIONS, **IMAGES}
 
 
-def translate(program: ExportedProgram, tables: Tables, results: list[str]) -> Graph:
+def translate(program: ExportedProgram, tables: Tables, target: Target, results: list[str]) -> Graph:
     """Returns the graph of a file for a traced model."""
-    return _Translation(program, tables).run(results)
+    return _Translation(program, tables, target).run(results)
 
 
 class _Translation(Operations):
     """Walks through the nodes of a traced model."""
 
-    def __init__(self, program: ExportedProgram, tables: Tables) -> None:
-        super().__init__()
+    def __init__(self, program: ExportedProgram, tables: Tables, target: Target) -> None:
+        super().__init__(target)
         self.program, self.tables = program, tables
         self.values: dict[Node, Any] = {}
         self.calls: dict[str, int] = {}
@@ -146,8 +147,9 @@ class _Translation(Operations):
     # --- quantizers and layers
 
     def grid(self, node: Node, x: Value, scale: float, zero_point: int, low: int, high: int, path: str) -> Value:
-        shift = -128 if high > HIGH else 0
-        grid = Grid(float(np.float32(scale)), zero_point + shift, low + shift, high + shift)
+        bits = 8 if high - low < 256 else 16
+        shift = -128 if bits == 8 and high > 127 else 0  # unsigned codes are stored as int8
+        grid = Grid(float(np.float32(scale)), zero_point + shift, low + shift, high + shift, bits)
         found = self.builder.on_grid(self.plain(x), grid)
         number = self.calls[path] = self.calls.get(path, -1) + 1
         self.graph.codes[call_name(path, number)] = found.tensor, found.order

@@ -15,6 +15,12 @@ from torch import Tensor
 from fakequant._util.packages import require
 
 Array = npt.NDArray[Any]
+# What LiteRT calls the kernels of each target.
+RESOLVERS = {
+    "litert": "AUTO",
+    "litert-builtin": "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
+    "litert-reference": "BUILTIN_REF",
+}
 _ADVICE = "Use a file that fakequant.export_litert wrote."
 # Where LiteRT has joined two messages without a space.
 _JOINED = re.compile(r"(?<=\S)(?=(?:Node number|Attempting to|failed to delegate|gather index) )")
@@ -33,8 +39,7 @@ class Loaded:
         data: The bytes of the file.
         name: What messages call it.
         threads: The number of threads.
-        resolver: The kernels: "AUTO" for XNNPACK and the built-in ones, "BUILTIN_WITHOUT_DEFAULT_DELEGATES", or
-            "BUILTIN_REF" for the reference kernels.
+        resolver: The kernels: one of `RESOLVERS`.
     """
 
     def __init__(self, data: bytes, name: object, threads: int = 1, resolver: str = "AUTO") -> None:

@@ -1,4 +1,4 @@
-"""LiteRT: runs a .tflite file with XNNPACK and the built-in kernels, and says which layers are computed in integers.
+"""LiteRT: runs a .tflite file with the kernels of its target, and says which layers are computed in integers.
 
 XNNPACK does not store the tensors between its operators, so codes are read from a copy of the file that also outputs
 them. `verify` requires that both have the same results.
@@ -18,13 +18,13 @@ from fakequant._export.litert.file import MAGIC, LitertFile, write
 from fakequant._export.litert.program import KERNELS, file_of, make_float_graph, make_graph
 from fakequant._export.notes import INPUTS, OUTPUTS, PARAMETERS, TARGET, parse_call
 from fakequant._model.running import Args, Kwargs
-from fakequant._runtimes.litert.running import Loaded, arrays_of
+from fakequant._runtimes.litert.running import RESOLVERS, Loaded, arrays_of
 from fakequant._runtimes.litert.target import RUNTIME
 from fakequant._runtimes.session import Array, Run, Session, starts_with
 from fakequant.nn._records import find_record
 
 # Layers by how they are computed, as `Verification.kernels` says it.
-_KERNELS = {"int8": "LiteRT int8", "dynamic": "LiteRT int8, dynamic", "float": "LiteRT float"}
+_KERNELS = {"int8": "LiteRT int8", "int16": "LiteRT int16", "dynamic": "LiteRT int8, dynamic", "float": "LiteRT float"}
 
 
 class LitertSession(Session):
@@ -37,6 +37,7 @@ class LitertSession(Session):
         self._file = LitertFile(path)
         notes = self._file.notes
         self.target, self.parameters, self.results = notes[TARGET], notes[PARAMETERS], notes[OUTPUTS]
+        self._resolver = RESOLVERS[self.target]
         self.is_as_written = True
         # The name of the tensor, the order of its axes, and how often each has the length of the batch or 0, by the
         # name of a quantizer's call.
@@ -91,7 +92,7 @@ class LitertSession(Session):
         """Runs the file on a batch, with and without codes as outputs."""
         inputs, results = self._inputs(args, kwargs), self.run_unwatched(args, kwargs)
         if self._watched is None:
-            self._watched = Loaded(self._file.watching(self._watching), self.path, self.threads)
+            self._watched = Loaded(self._file.watching(self._watching), self.path, self.threads, self._resolver)
         found = self._watched(inputs)
         run = Run(found[: len(results)], results, {}, {})
         arrays = dict(zip(self._watching, found[len(results) :], strict=True))
@@ -99,7 +100,7 @@ class LitertSession(Session):
         for name, (tensor, order, batches) in self._codes.items():
             path, number = parse_call(name)
             grid = self._grids.get(path)
-            shift = 128 if grid is not None and grid.spec.qmax > 127 else 0
+            shift = 128 if grid is not None and grid.spec.bits <= 8 and grid.spec.qmax > 127 else 0
             codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
             # Rows that are the same for the whole batch are computed once.
             lengths = [times * batch if times and size == 1 else size for times, size in zip(batches, codes.shape)]
@@ -113,7 +114,7 @@ class LitertSession(Session):
         if self._plain is None:
             if self._golden is not None:
                 self._require_same(self._golden, args, kwargs)
-            self._plain = Loaded(self._file.data, self.path, self.threads)
+            self._plain = Loaded(self._file.data, self.path, self.threads, self._resolver)
         return self._plain(inputs)
 
     def _inputs(self, args: Args, kwargs: Kwargs) -> list[Array]:
@@ -141,7 +142,7 @@ class LitertSession(Session):
 
         names = leaves.names(model(*args, **kwargs))
         graph = make_float_graph(model, args, kwargs, names)
-        notes = {TARGET: "float", INPUTS: [name for name, _ in graph.inputs], OUTPUTS: names, PARAMETERS: ""}
+        notes = {TARGET: self.target, INPUTS: [name for name, _ in graph.inputs], OUTPUTS: names, PARAMETERS: ""}
         (folder / "float.tflite").write_bytes(write(graph, {**notes, KERNELS: {}}))
         return folder / "float.tflite"
 

@@ -38,7 +38,6 @@ from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, plain, quantized
 from fakequant._runtimes.arithmetic import Reference
 from fakequant._runtimes.openvino.rounding import ROUNDING, ends, line
-from fakequant.nn._quantized_layer import input_grid_of
 from fakequant.spec import QuantSpec
 
 _STEPS = 255.0
@@ -229,10 +228,10 @@ def _sums_of(layer: Accumulated) -> LayerSums:
     has_bias = layer.bias is not None and bool(layer.bias.any())
     products = layer.sums if layer.bias is None else layer.sums - layer.bias
     bias = layer.bias.float() * layer.scale if layer.bias is not None and has_bias else None
-    zero_point, offset = layer.zero_point_in, None
-    if layer.weight_sums is not None and zero_point is not None:
-        _, moved_by = _unsigned(GridOf(layer.scale, zero_point, input_grid_of(layer.layer).spec))
-        offset = ((zero_point + moved_by) * layer.weight_sums).float()
+    offset = None
+    if layer.weight_sums is not None and layer.grid_in is not None:
+        _, moved_by = _unsigned(layer.grid_in)
+        offset = ((layer.grid_in.zero_point + moved_by) * layer.weight_sums).float()
     return LayerSums(products, layer.scale, bias, offset, is_linear=layer.weight_sums is not None)
 
 
