@@ -1,11 +1,16 @@
 """Runs of a prepared model beside its float reference."""
 
+import copy
+import weakref
+
 import torch
 from torch import nn
 
 from fakequant._paired_models import runs as paired_runs
 from fakequant._paired_models.runs import PairedRuns
+from fakequant.ptq import _quadratic_error as quadratic_error
 from fakequant.ptq._quadratic_error import rows_of, sums_of
+from fakequant.testing.assertions import assert_same_state
 from ptq_models import IMAGES, chain, config, randn, ready
 
 
@@ -96,3 +101,42 @@ def test_attention_has_three_matrices_however_it_is_called():
         expected = [rows[0].t() @ rows[0] + x.t() @ x for x in rows[1:]]
         # Sums of 16 products in float32.
         torch.testing.assert_close(sums.a, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_shares_scales_of_weights_and_never_changes_them():
+    """Quantizers of the copy would compute scales from its weights, which are three times as large."""
+    larger = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = ready(copy.deepcopy(larger), [randn(3, 4)])
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.mul_(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with PairedRuns(model, [randn(3, 4)], None, larger, input_of) as runs:
+        for path in ("0", "1"):
+            own, shared = (m.get_submodule(path).weight_quantizer for m in (model, runs._reference))
+            assert {name for name, t in own.named_buffers() if t.data_ptr() != shared.get_buffer(name).data_ptr()} == {
+                "switches"
+            }
+            own.frozen = True  # as soon as the weight is rounded
+            assert len(list(runs.pairs([path]))) == 1
+            own.frozen = False
+    assert_same_state(before, model.state_dict())
+
+
+def test_products_of_a_single_layer_are_added_one_by_one(monkeypatch):
+    """Each may be larger than the weight."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    products = quadratic_error._products
+
+    def watched(x, expected):
+        for product in products(x, expected):
+            assert all(ref() is None for ref in made)
+            made.append(weakref.ref(product))
+            yield product
+            del product
+
+    monkeypatch.setattr(quadratic_error, "_products", watched)
+    model = ready(nn.Sequential(nn.Linear(4, 4)), [randn(3, 4)])
+    with PairedRuns(model, [randn(3, 4)], None, None, rows_of) as runs:
+        assert sums_of(runs.pairs(["0"]), {"0": runs.reference_weight("0")})
+    assert len(made) == 3

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import fakequant as fq
+from fakequant._model import shelf
 from fakequant.testing.assertions import assert_same_bits
 from ptq_models import IMAGES, chain, config, randn, ready
 
@@ -39,9 +40,11 @@ def assert_unchanged(model, before):
         assert_same_bits(tensor, before[1][name])
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
-def test_model_is_unchanged_after_an_error(method, share):
+@pytest.mark.parametrize(("share", "in_memory"), [(0.1, True), (0.3, False), (0.6, True), (0.9, False)])
+def test_model_is_unchanged_after_an_error(method, share, in_memory, monkeypatch):
     """The model fails from its n-th call on, also after some layers were changed."""
+    if not in_memory:
+        monkeypatch.setattr(shelf, "_MEMORY", 0)
     model = ready(chain(), IMAGES).train()
     data = [x for batch in IMAGES for x in batch.split(4)]
     before = state_of(model)

@@ -169,3 +169,23 @@ def test_layers_can_be_chosen():
     assert torch.equal(model[3].weight, before)
     assert not model[3].weight_quantizer.frozen
     assert changes.layers[1].reason == "not chosen by `layers`"
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_gptq_keeps_one_matrix_and_compensates_with_it(act_order):
+    """Both factors are in it: each may be larger than the weight."""
+    given = problem(randn(200, 70) @ randn(70, 70, seed=2), randn(5, 70, seed=3))
+    a, b, scale = given.moments.a, given.moments.b, given.scale.double()
+    solve = solver_of(a, act_order)
+    kept = [cell.cell_contents for cell in solve.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
+    assert [t.shape for t in kept if t.numel() > 70] == [(1, 70, 70)]
+
+    order = a[0].diagonal().argsort(descending=True) if act_order else torch.arange(70)
+    sorted_a, w = a[0][order][:, order], torch.linalg.solve(a[0], b[0].t()).t()[:, order]
+    upper = torch.linalg.cholesky(torch.linalg.inv(sorted_a), upper=True)
+    codes = torch.empty(5, 70)
+    for k, column in enumerate(order.tolist()):
+        code = torch.round(w[:, k] / scale[0, :, column]).clamp(given.qmin, given.qmax)
+        w = w - ((w[:, k] - code * scale[0, :, column]) / upper[k, k])[:, None] * upper[k]
+        codes[:, column] = code
+    assert torch.equal(solve(given)[0], codes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fakequant._backends.torch.torch_private import pytree
 
 # What a shelf keeps in memory, in bytes. A temporary file has the rest.
-_MEMORY = 1 << 26
+_MEMORY = 1 << 24
 
 
 class Shelf:

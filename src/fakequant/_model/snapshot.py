@@ -1,25 +1,30 @@
 """Undoing the changes that running a model makes to it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from fakequant._model.shelf import Shelf
 from fakequant.nn._model_quantizers import named_quantizers
 
 _ATTRIBUTES = ("_stale", "_told", "_last")
 
 
 class Snapshot:
-    """A copy of the buffers of models and of the parameters and the state of their quantizers."""
+    """A copy of the buffers of models and of the parameters and the state of their quantizers.
 
-    def __init__(self, *models: nn.Module) -> None:
+    It is in memory, or on a shelf, which must stay open until it is restored or not needed.
+    """
+
+    def __init__(self, *models: nn.Module, shelf: Shelf | None = None) -> None:
         found = [quantizer for model in models for _, quantizer in named_quantizers(model)]
         tensors = [buffer for model in models for buffer in model.buffers()]
         tensors += [t for quantizer in found for t in (*quantizer.parameters(), quantizer._nonfinite)]
-        self._tensors: list[tuple[Tensor, Tensor]] = [(t, t.detach().clone()) for t in tensors]
+        keep = _in_memory if shelf is None else shelf.put
+        self._tensors: list[tuple[Tensor, Callable[[], Tensor]]] = [(t, keep(t)) for t in tensors]
         # The buffers themselves, because code such as `self.count = self.count + 1` replaces them by other tensors.
         modules = chain.from_iterable(model.modules() for model in models)
         self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
@@ -32,11 +37,17 @@ class Snapshot:
             for name, buffer in buffers.items():
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
-        for tensor, old in self._tensors:
+        for tensor, take in self._tensors:
+            old = take()
             if not _same(tensor, old):
                 tensor.copy_(old)
         for quantizer, name, value in self._attributes:
             setattr(quantizer, name, value)
+
+
+def _in_memory(tensor: Tensor) -> Callable[[], Tensor]:
+    copied = tensor.detach().clone()
+    return lambda: copied
 
 
 def _same(tensor: Tensor, old: Tensor) -> bool:

@@ -12,7 +12,7 @@ are no chain. So every assumption about the flow of data is checked by the run i
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -79,8 +79,10 @@ class Chain:
 
     def keep(self, model: nn.Module, done: int, results: Iterable[Any]) -> None:
         """Keeps the results of the last block that is done, for each batch."""
-        shelf = Shelf()
-        kept = [shelf.put(result) for result in results]  # which may be computed from the results before
+        with ExitStack() as undo:
+            shelf = undo.enter_context(Shelf())
+            kept = [shelf.put(result) for result in results]  # which may be computed from the results before
+            undo.pop_all()  # open as long as the results are kept
         self._forget(model)
         self._kept[model] = (done, shelf, kept)
 

@@ -19,7 +19,7 @@ from fakequant._util.text import listed
 from fakequant.nn._call_quantizers import CallQuantizers, current_quantizer
 from fakequant.nn._input_factors import has_factors
 from fakequant.nn._layer_kinds import AnyLayer, find_kind
-from fakequant.nn._model_quantizers import named_quantizers, switch_quantizers
+from fakequant.nn._model_quantizers import named_quantizers, switch_quantizers, weight_quantizers
 from fakequant.nn._owners import is_owner, owner_record, products_of
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
@@ -77,7 +77,8 @@ def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
 def float_copy(model: nn.Module, reference: nn.Module | None) -> nn.Module:
     """Returns a copy of a prepared model that computes in float, with the weights of `reference` if it is given.
 
-    It shares its parameters with `model` or `reference`, and has its own buffers.
+    It shares its parameters with `model` or `reference`, and has its own buffers. Only what quantizers have observed of
+    weights is shared too, since it may be as large as part of the weights: the quantizers of the copy do not change it.
     """
     own = dict(_named_tensors(model))
     given = own if reference is None else _given(reference, own)
@@ -86,9 +87,12 @@ def float_copy(model: nn.Module, reference: nn.Module | None) -> nn.Module:
         for name, tensor in own.items()
         if isinstance(tensor, nn.Parameter)
     }
+    for quantizer in weight_quantizers(model):
+        if not quantizer.is_own_class:
+            memo.update({id(t): t for name, t in quantizer.named_buffers() if name != "switches"})
     made = copy.deepcopy(model, memo)
     link_norms(made)
-    switch_quantizers(made, quantizing=False)
+    switch_quantizers(made, observing=False, quantizing=False, frozen=True)
     with torch.no_grad():
         for name, tensor in _named_tensors(made):
             if name in given and not isinstance(tensor, nn.Parameter):

@@ -85,8 +85,18 @@ def solver_of(a: Tensor, act_order: bool) -> Solver:
     order = a.diagonal(dim1=1, dim2=2).argsort(1, descending=True) if act_order else torch.arange(a.shape[1])[None]
     order = order.to(a.device).expand(len(a), -1)
     back = order.argsort(1)
-    lower = torch.linalg.cholesky(a.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None], 2))
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    a, matrix = a.mT, torch.arange(len(a), device=a.device)[:, None, None]
+    # In the order of LAPACK, so that it is factored in place: each matrix may be larger than the weight.
+    lower = a[matrix, order[:, :, None], order[:, None]].mT
+    torch.linalg.cholesky(lower, out=lower)
+    upper = torch.cholesky_inverse(lower)
+    torch.linalg.cholesky(upper, upper=True, out=upper)
+    diagonal = upper.diagonal(dim1=1, dim2=2).clone()
+    # U goes above the diagonal of L, which nothing reads there.
+    for k in range(1, a.shape[1]):
+        lower[:, :k, k] = upper[:, :k, k]
+    factors = lower
+    del a, upper
 
     def solve(problem: RoundingProblem) -> Tensor:
         # With inputs on axis 1, the weights of one column are neighbours in memory.
@@ -94,14 +104,19 @@ def solver_of(a: Tensor, act_order: bool) -> Solver:
             t.double().transpose(1, 2).take_along_dim(order[:, :, None], 1)
             for t in (problem.moments.b, problem.scale, problem.zero_point)
         )
-        codes = _compensated(torch.cholesky_solve(b, lower), scale, zero_point, upper, problem)
+        codes = _compensated(torch.cholesky_solve(b, factors), scale, zero_point, factors, diagonal, problem)
         return codes.take_along_dim(back[:, :, None], 1).transpose(1, 2).float()
 
     return solve
 
 
-def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: RoundingProblem) -> Tensor:
-    """Returns the codes of matrices with inputs on axis 1, rounded one after the other. Changes `w`."""
+def _compensated(
+    w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, diagonal: Tensor, problem: RoundingProblem
+) -> Tensor:
+    """Returns the codes of matrices with inputs on axis 1, rounded one after the other. Changes `w`.
+
+    `upper` has U above its diagonal, and `diagonal` has the diagonal of U.
+    """
     codes = torch.empty_like(w)
     inputs = w.shape[1]
     for start in range(0, inputs, _BLOCK):
@@ -109,7 +124,7 @@ def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, pr
         errors = torch.empty_like(w[:, start:end])
         for k in range(start, end):
             code = problem.rounded(w[:, k] / scale[:, k], zero_point[:, k])
-            error = (w[:, k] - (code - zero_point[:, k]) * scale[:, k]) / upper[:, k, k, None]
+            error = (w[:, k] - (code - zero_point[:, k]) * scale[:, k]) / diagonal[:, k, None]
             codes[:, k], errors[:, k - start] = code, error
             w[:, k + 1 : end].addcmul_(upper[:, k, k + 1 : end, None], error[:, None], value=-1)
         w[:, end:] -= upper[:, start:end, end:].transpose(1, 2) @ errors

@@ -106,8 +106,8 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
     The body may change values, but must not replace parameters.
     """
     switches = [(q, q.observing, q.quantizing, q.frozen) for _, q in named_quantizers(model)]
-    before = Snapshot(model)
     with Shelf() as shelf:
+        before = Snapshot(model, shelf=shelf)
         values = [(parameter, shelf.put(parameter)) for parameter in model.parameters()]
         try:
             yield

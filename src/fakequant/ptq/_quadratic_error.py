@@ -10,7 +10,7 @@ the same A. So methods need no data after A, b and c are known.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -98,11 +98,12 @@ class LayerSums:
         self._amount: Tensor | None = None
         self._linear: tuple[Tensor, Tensor] | None = None  # b and c of all outputs, instead of `cross` and `square`
 
-    def add(self, part: int | None, products: tuple[Tensor, ...]) -> None:
+    def add(self, part: int | None, products: Iterable[Tensor]) -> None:
         """Adds x^T x, x_reference^T x and x_reference^T x_reference of some rows, for one matrix or for all."""
         own = slice(None) if part is None else slice(part, part + 1)
-        for total, product in zip((self.a, self.cross, self.square), products, strict=True):
-            total[own] += product
+        each = iter(products)
+        for total in (self.a, self.cross, self.square):
+            total[own].add_(next(each))  # no name keeps it while the next one is computed
 
     def damp(self, damping: float) -> "LayerSums":
         """Adds `damping * mean(diagonal of A) * |w - w_reference|^2` to the error, in place.
@@ -114,21 +115,26 @@ class LayerSums:
         for sums in (self.a, self.cross, self.square):  # so that b and c follow from them
             sums.diagonal(dim1=1, dim2=2).add_(self._amount[:, None])
         if self.reference.shape[1] <= self.reference.shape[2]:
-            self._linear = self._linear_of(slice(None))
-            del self.cross, self.square
+            b = self._b_of(slice(None))
+            del self.cross
+            self._linear = (b, self._c_of(slice(None)))
+            del self.square
         return self
 
     def moments(self, outputs: slice = slice(None)) -> Moments:
         """Returns the moments of some outputs."""
         if self._linear is None:
-            b, c = self._linear_of(outputs)
+            b, c = self._b_of(outputs), self._c_of(outputs)
         else:
             b, c = (part[:, outputs] for part in self._linear)
         return Moments(self.reference[:, outputs], self.a, b, c, self._amount)
 
-    def _linear_of(self, outputs: slice) -> tuple[Tensor, Tensor]:
+    def _b_of(self, outputs: slice) -> Tensor:
+        return self.reference[:, outputs].double() @ self.cross
+
+    def _c_of(self, outputs: slice) -> Tensor:
         w = self.reference[:, outputs].double()
-        return w @ self.cross, ((w @ self.square) * w).sum(-1)
+        return (w @ self.square).mul_(w).sum(-1)
 
 
 def parts_of(matrix: Tensor) -> list[slice]:
@@ -146,7 +152,7 @@ def sums_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Laye
         weights: The weights of the float model, by path.
     """
     found: dict[str, LayerSums | None] = {}
-    last: tuple[Tensor, Tensor, tuple[Tensor, ...]] | None = None
+    last: tuple[Tensor, Tensor, Iterable[Tensor]] | None = None
     for pair in pairs:
         if pair.path not in found:
             form = pair.quantized.form
@@ -159,12 +165,18 @@ def sums_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Laye
         # Layers with the same input have the same products.
         if last is None or not _same(last[0], x) or not _same(last[1], expected):
             last = None  # they are as large as the sums
-            one, other = x.transpose(1, 2), expected.transpose(1, 2)
-            last = (x, expected, (one @ x, other @ x, other @ expected))
+            products = _products(x, expected)
+            last = (x, expected, tuple(products) if len(weights) > 1 else products)
         sums.add(pair.quantized.part, last[2])
         last = last if len(weights) > 1 else None
         del pair  # so that its result is not kept while the next batch runs
     return {path: sums for path, sums in found.items() if sums is not None}
+
+
+def _products(x: Tensor, expected: Tensor) -> Iterator[Tensor]:
+    yield x.mT @ x
+    yield expected.mT @ x
+    yield expected.mT @ expected
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -305,9 +317,12 @@ class Rounded(NamedTuple):
 def best_codes(problem: RoundingProblem, solve: Solver) -> Rounded:
     """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
     best = problem.nearest()
-    starts = [_Codes(problem, best), _Codes(problem, solve(problem))]
-    nearest = least = starts[0].error
-    for made in starts:
+    made = _Codes(problem, best)
+    nearest = least = made.error
+    for choose in (None, solve):
+        if choose is not None:
+            del made  # before the memory of the next one is needed
+            made = _Codes(problem, choose(problem))
         made.descend()
         better = made.error < (1 - _ROUNDING) * least
         best = torch.where(better[..., None], made.codes.transpose(1, 2).to(best), best)

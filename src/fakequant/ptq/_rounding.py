@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.compiled_nodes import release_memory
 from fakequant._backends.torch.grid_values import scale_of_each
 from fakequant._model.running import Data
 from fakequant._paired_models.calls import RecordedCall
@@ -31,6 +32,8 @@ from fakequant.ptq._quadratic_error import (
 )
 from fakequant.spec import QuantSpec
 
+# Rows of a matrix that are checked at once.
+_ROWS = 256
 # Inputs of layers for which it is worth a note that the model runs from its start.
 _MANY = 8
 
@@ -174,6 +177,7 @@ def round_layers(
             paths = [path for path in wave if path not in reasons and chosen(path)]
             weights = {path: runs.reference_weight(path) for path in paths}
             found = sums_of(runs.pairs(paths), weights) if paths else {}
+            release_memory()  # what the models ran in is not needed to solve
             for path in [path for path in paths if path in found]:
                 sums = found.pop(path)
                 grid = weight_grid(runs.layers[path], weights.pop(path))
@@ -271,7 +275,8 @@ def _round(grid: WeightGrid, sums: LayerSums, solver_of: SolverOf) -> tuple[floa
 
 
 def _check_finite(path: str, sums: LayerSums) -> None:
-    if not all(part.isfinite().all() for part in (sums.a, sums.cross, sums.square, sums.reference)):
+    parts = (sums.a, sums.cross, sums.square, sums.reference)
+    if not all(rows.isfinite().all() for part in parts for rows in part.split(_ROWS, 1)):
         raise ValueError(
             f"The error of {path} is not finite: its inputs or its weight have NaN, infinity, or values that are "
             "too large to be squared.\nUse other data, or leave the layer out with `layers`."
