@@ -367,3 +367,53 @@ def test_tied_weights_are_in_the_second_file_once(tmp_path):
     fq.export_onnx(model, tmp_path / "model.onnx", x, external_data=True)
     assert (tmp_path / "model.onnx.data").stat().st_size == 64 * 48
     assert fq.verify(model, tmp_path / "model.onnx", x).ok
+
+
+def test_exporting_computes_no_weight_and_keeps_no_second_copy_of_codes(tmp_path, monkeypatch):
+    """Either would be as large as the model or a part of it. Weights and biases of one element stay constants."""
+    from fakequant._export.onnx import export_onnx as module, lowering, operators
+
+    x = randn(4, 48)
+    model = ready(nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48), nn.Linear(48, 1), nn.Linear(1, 1)), x)
+    spread, register, make_exportable = operators._spread, lowering.register, module.make_exportable
+    computed, written, kept = [], {}, {}
+
+    def watched_spread(value, shape):
+        computed.append(shape.numel())
+        return spread(value, shape)
+
+    def watched_register(graph, name, array, dtype):
+        written[name] = array.ctypes.data
+        return register(graph, name, array, dtype)
+
+    def watched_make(golden):
+        calls = make_exportable(golden)
+        for path, layer in golden.named_modules():
+            if path.isdigit():
+                assert layer.weight_codes is None
+                kept[path] = (layer._fakequant, layer._fakequant.stored.codes.data_ptr())
+        return calls
+
+    monkeypatch.setattr(operators, "_spread", watched_spread)
+    monkeypatch.setattr(lowering, "register", watched_register)
+    monkeypatch.setattr(module, "make_exportable", watched_make)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert max(computed) == 1
+    assert len(kept) == 4
+    for path, (record, address) in kept.items():
+        assert record.stored is None
+        assert address == written[f"{path}.weight_codes"]
+    assert fq.verify(model, tmp_path / "model.onnx", [x]).ok
+
+
+@pytest.mark.parametrize("name", ["INT4", "UINT4"])
+@pytest.mark.parametrize("shape", [(2, 4), (3, 5), (1, 1)])
+def test_codes_of_4_bits_take_half_a_byte_before_they_are_written(name, shape):
+    from fakequant._export.onnx.lowering import ir, register
+
+    codes = torch.arange(torch.Size(shape).numel()).reshape(shape).numpy() - (8 if name == "INT4" else 0)
+    dtype = getattr(ir.DataType, name)
+    made = register(ir.Graph([], [], nodes=[], name="g"), "codes", codes, dtype).const_value
+    assert made.numpy_packed().nbytes == (codes.size + 1) // 2
+    assert made.tobytes() == ir.tensor(codes.astype(dtype.numpy()), dtype=dtype).tobytes()
+    assert (made.numpy().astype(int) == codes).all()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _runtimes
+from fakequant._backends.torch.compiled_nodes import release_memory
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._convert.convert import conversion
 from fakequant._export import notes
@@ -35,7 +36,7 @@ from fakequant._export.example import (
 )
 from fakequant._export.failures import place_of, reason_of
 from fakequant._export.function_forms import FunctionForms
-from fakequant._export.onnx.exported_modules import make_exportable
+from fakequant._export.onnx.exported_modules import forget_codes, make_exportable
 from fakequant._export.onnx.report import OnnxExport, layers_of
 from fakequant._model import leaves
 from fakequant._model.running import Args, Batch, Kwargs, check_module
@@ -139,11 +140,15 @@ def export_onnx(
                 f"Use fakequant.{goal.runtime.exporter}, or prepare the model for another target."
             )
         require_float32(golden, args, kwargs)
+        release_memory()  # in which weights became codes
         names, results = results_of(golden.eval(), args, kwargs)
         integers, floats = layers_of(golden)
+        digest = notes.digest_of_parameters(golden)
         calls = make_exportable(golden)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
-        modules = _write_steps(program, golden, calls, opset, goal) | _finish(program, opset, goal)
+        modules = _write_steps(program, golden, calls, opset, goal)
+        forget_codes(golden)  # `program` has those that are written
+        modules |= _finish(program, opset, goal)
         program.metadata_props[notes.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
         if output_names is None:
@@ -155,13 +160,14 @@ def export_onnx(
         constants = {name: value for graph in program.graphs() for name, value in graph.initializers.items()}
         program.metadata_props[notes.TENSORS] = json.dumps(sorted(map(str, constants)))
         program.metadata_props[notes.TARGET] = goal.name
-        program.metadata_props[notes.PARAMETERS] = notes.digest_of_parameters(golden)
+        program.metadata_props[notes.PARAMETERS] = digest
         size = sum(value.const_value.nbytes for value in constants.values() if value.const_value)
         with TemporaryDirectory(dir=unfinished.parent, prefix=f"{unfinished.name}.") as folder:
             files = [Path(folder) / Path(path).name]
             if size > _LARGEST_FILE if external_data is None else external_data:
                 files.append(Path(folder) / f"{Path(path).name}.data")
             _write(program, *files)
+            release_memory()  # which the runtime needs
             onnx.checker.check_model(str(files[0]), full_check=True)
             trial_run.require_runs(files[0], goal, (args, kwargs), results, modules)
             size = sum(file.stat().st_size for file in files)

@@ -337,7 +337,18 @@ def make_exportable(golden: nn.Module) -> Counter[str]:
             if isinstance(module, ExpertProduct) and isinstance(stored, Stored):
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
+            if stored is not None:
+                # A quarter of the float weights, and `stored` has them too.
+                module._buffers["weight_codes"] = None
     return calls
+
+
+def forget_codes(golden: nn.Module) -> None:
+    """Lets go of the codes of a model that was exported. It cannot be exported again."""
+    for module in golden.modules():
+        record = module.__dict__.get(NAME)
+        if isinstance(record, ExportedIntegers):
+            record.stored, record.parts = None, ()
 
 
 def _stored_bits(layer: IntegerLayer, rules: WeightRules) -> int:

@@ -110,6 +110,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _INT8, _UINT8, _INT16, _UINT16 = ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16
 _OWN_RANGES = {_UINT8: (0, 255), _INT8: (-128, 127), _UINT16: (0, 65535), _INT16: (-32768, 32767)}
+_PAIRS = (ir.DataType.INT4, ir.DataType.UINT4)
 _SINCE = {_INT16: 21, _UINT16: 21}
 
 
@@ -321,7 +322,7 @@ class Lowering:
             return self.made[name]
         # A buffer of the model may have the same name but another shape: it is replaced.
         self.graph.initializers.pop(name, None)
-        array = np.asarray(array).astype(dtype.numpy())
+        array = np.asarray(array).astype(dtype.numpy(), copy=False)
         value = self.made[name] = register(self.graph, name, array, dtype)
         return value
 
@@ -381,9 +382,16 @@ def register(graph: ir.Graph, name: str, array: npt.ArrayLike, dtype: ir.DataTyp
     """Adds a constant to a graph and returns it. Types of 2 and 4 bits are packed in the file."""
     values = np.asarray(array, dtype=dtype.numpy())
     value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(dtype))
-    value.const_value = ir.tensor(values, dtype=dtype, name=name)
+    value.const_value = _packed(values, dtype, name) if dtype in _PAIRS else ir.tensor(values, dtype=dtype, name=name)
     graph.register_initializer(value)
     return value
+
+
+def _packed(values: Array, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
+    """Returns codes of 4 bits, two in a byte as in the file: otherwise each would take a byte until it is written."""
+    low = values.reshape(-1).view(np.uint8) & 15
+    low = np.pad(low, (0, low.size % 2))
+    return ir.PackedTensor(low[::2] | low[1::2] << 4, dtype, shape=values.shape, name=name)
 
 
 def remove_unused(graph: ir.Graph) -> None:

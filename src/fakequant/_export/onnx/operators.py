@@ -41,7 +41,19 @@ def _grid(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, na
     return (torch.clamp(onnx_steps(x, s) + z, qmin, qmax) - z) * s
 
 
+def _unused(codes: Tensor) -> Tensor | None:
+    """Returns a tensor of the shape of a weight that is not read, or None if its values are needed.
+
+    For operators of constants, torch's exporter also computes the values, and keeps those of one element only. All
+    others would be as large as the float model, until Python looks for garbage.
+    """
+    return torch.full((), torch.nan).expand(codes.shape) if codes.numel() > 1 else None
+
+
 def _stored(codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, name: str) -> Tensor:
+    unused = _unused(codes)
+    if unused is not None:
+        return unused
     levels = codes.float() if zero_point is None else codes.float() - _spread(zero_point, codes.shape)
     return levels * _spread(scale, codes.shape)
 
@@ -133,6 +145,9 @@ def _format_grid(x: Tensor, scale: Tensor, format: str, axis: int, block: int, n
 def _stored_format(
     codes: Tensor, scale: Tensor, format: str, scale_format: str, axis: int, block: int, name: str
 ) -> Tensor:
+    unused = _unused(codes)
+    if unused is not None:
+        return unused
     values = codes.float() if format == "int" else values_of_codes(codes, FLOAT_FORMATS[format])
     return values * spread(scale, codes.shape, axis, block)
 
