@@ -195,6 +195,18 @@ def test_codes(target, bits, tmp_path):
         assert report.others == ()
 
 
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+@every_kernel
+def test_padding_moves_codes(mode, target, bits, tmp_path):
+    x = randn(2, 4, 6, 6, generator=generator())
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode=mode), nn.ReLU())
+    config = recipes.int8(target=target, activation_bits=bits)
+    model, report, path = written(model, x, tmp_path, config)
+    assert {one.how for one in report.layers} == {f"int{bits}"}
+    assert report.others == ()
+    assert_same(model, path, x)
+
+
 def test_codes_of_8_and_16_bits_in_one_model(tmp_path):
     """A kernel has codes of one width. Between them, codes become floats."""
     x = randn(3, 4, 8, 8, generator=generator())
@@ -211,7 +223,7 @@ def test_sums_of_16_bit_activations_beyond_32_bits(tmp_path):
     layer.weight.data = layer.weight.data.sign()
     x = randn(2, 1024, 3, 3, generator=generator()).abs()
     config = recipes.int8(target="litert", activation_bits=16)
-    model, report, path = written(nn.Sequential(layer, nn.ReLU()), x, tmp_path, config)
+    model, _, path = written(nn.Sequential(layer, nn.ReLU()), x, tmp_path, config)
     assert schema().TensorType.INT64 in [tensor.type for tensor in LitertFile(path).graph.tensors]
     found = fq.verify(model, path, [x])
     assert found.is_exact

@@ -193,7 +193,7 @@ def _steps(target: str, recipe: str, stem: str) -> dict[str, str]:
     """Returns the source of each step, for a target and a recipe."""
     if target == "xnnpack":
         path, export = f"{stem}.pte", "export_executorch(model, {!r}, example, max_batch=8)"
-    elif target == "litert":
+    elif target.startswith("litert"):
         path, export = f"{stem}.tflite", "export_litert(model, {!r}, example, dynamic_batch=True)"
     else:
         path, export = f"{stem}.onnx", "export_onnx(model, {!r}, example)"

@@ -26,9 +26,7 @@ def saturating():
     config = recipes.int8().rule(activation_observer=fq.observers.Fixed(0.0, 255.0))
     golden = fq.convert(fq.prepare(nn.Sequential(layer), config, torch.ones(1, 2)))
     codes = torch.full((1, 2), 255.0)
-    return values.Accumulated(
-        torch.tensor([[2 * 255 * 127.0]]), torch.tensor(1.0), golden[0], codes, torch.tensor(0, dtype=torch.int32)
-    )
+    return values.Accumulated(torch.tensor([[2 * 255 * 127.0]]), torch.tensor(1.0), golden[0], codes, grid(1.0))
 
 
 def why(origin, x, to, before, golden, runtime):

@@ -21,7 +21,9 @@ The targets:
     openvino            OpenVINO on all x86 CPUs: symmetric weights of at most 7 bits with 8-bit activations
     tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
     xnnpack             ExecuTorch with XNNPACK: activations of at most 8 bits per tensor, symmetric weights likewise
-    litert              LiteRT (.tflite): activations of at most 8 bits per tensor, symmetric weights likewise
+    litert              LiteRT (.tflite): activations of at most 8 bits or of 16, symmetric weights of at most 8
+    litert-builtin      the same, with LiteRT's own optimized kernels instead of XNNPACK's
+    litert-reference    the same, with its plain kernels, which microcontrollers have
     compressed-tensors  transformers, vLLM, SGLang: weights of linear layers and inputs, in the grids of that format
     llama.cpp           llama.cpp: weights of linear layers and embeddings in the block types of ggml, inputs likewise
 
@@ -96,7 +98,8 @@ _ALIASES = {
     "compressed-tensors": ("transformers", "vllm", "sglang", "llm-compressor", "huggingface", "hf"),
     "llama.cpp": ("gguf", "ggml", "llama-cpp", "llamacpp", "ollama", "lm-studio", "lmstudio"),
     "tensorrt": ("trt", "nvidia", "cuda", "gpu"),
-    "litert": ("tflite", "tensorflow-lite", "ai-edge-litert", "tflm"),
+    "litert": ("tflite", "tensorflow-lite", "ai-edge-litert"),
+    "litert-reference": ("tflm", "tflite-micro", "cmsis-nn", "microcontroller"),
     "generic": ("coreml", "qnn", "tvm"),
 }
 

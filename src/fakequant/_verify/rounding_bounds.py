@@ -27,7 +27,7 @@ _AMPLITUDE = 32
 # The same for torch's own kernels, which ran and are compared: a few units.
 TORCHS_AMPLITUDE = 2
 _UNIT = 2.0**-24
-_REPETITIONS = 4
+REPETITIONS = 4
 # Results are within rounding if they differ by at most this factor times the largest change seen.
 _MARGIN = 2
 
@@ -188,7 +188,7 @@ class Rounding:
         compute: Callable[[], list[Tensor]],
         results: list[Tensor],
         amplitude: float = _AMPLITUDE,
-        repetitions: int = _REPETITIONS,
+        repetitions: int = REPETITIONS,
     ) -> None:
         """`compute` is repeated with errors of this amplitude; `results` are its results without errors."""
         self._amplitude = amplitude

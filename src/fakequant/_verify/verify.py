@@ -39,15 +39,13 @@ from fakequant._verify.file_of_model import check_accuracy_level, open_file_of, 
 from fakequant._verify.float_layers import layers_in_float
 from fakequant._verify.passes import Codes, Difference, Inputs, Pass, Passes, Whose
 from fakequant._verify.repeatability import Outcome, require_repeating, require_repeating_file, require_same
-from fakequant._verify.rounding_bounds import Rounding, is_same, largest_difference
+from fakequant._verify.rounding_bounds import REPETITIONS, Rounding, is_same, largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant._verify.verify_gguf import verify_gguf
 from fakequant._verify.verify_weights import verify_weights
 
-# Repetitions if nothing explains a difference: two errors of one size cancel in all of 4 with a chance of 1/16.
-_REPETITIONS = 16
-# The same where codes cannot be compared, and must all have moved: the chance that a tie stays on one side is 2^-32.
-_MOST_REPETITIONS = 32
+# 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
+_MORE_REPETITIONS = 28
 
 
 @torch.no_grad()
@@ -236,11 +234,12 @@ class _Comparison:
         if same and is_steady and not found.differences:
             return
         rounding = self.passes.rounding(codes, inputs, found)
-        most = _MOST_REPETITIONS if self.passes.has_uncompared_grids else _REPETITIONS
-        while rounding.repetitions < most and not (
+        while rounding.repetitions < REPETITIONS and not (
             self._is_explained(whose, found, results, rounding) and not _disturbance(found, results, watched, rounding)
         ):
             rounding.repeat(1)
+        if self.passes.has_uncompared_grids and not self._is_explained(whose, found, results, rounding):
+            rounding.repeat(_MORE_REPETITIONS)
         if whose == "prepared" and not self._is_explained(whose, found, results, rounding):
             rounding.include(self.passes.rounding_of_prepared(inputs, found))
         # State that the first passes did not find would have counted as rounding.

@@ -314,7 +314,7 @@ def largest_sum(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> float:
     spec = grid.spec
     largest = spec.levels if zero is None else max(spec.qmax - zero, zero - spec.qmin)
     axes = [axis for axis in range(weight.dim()) if axis != layer._fakequant.kind.channel_axis]
-    bound = largest * float(weight.abs().double().sum(axes).max())
+    bound = largest * float(weight.abs().sum(axes, dtype=torch.float64).max())
     return bound if layer.bias_codes is None else bound + float(layer.bias_codes.abs().max())
 
 

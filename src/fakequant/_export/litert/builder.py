@@ -201,9 +201,19 @@ class Builder:
         key = id(found.tensor)
         if key not in self._floats:
             self._kept.append(found.tensor)
-            made = self.graph.add("DEQUANTIZE", [found.tensor], [Tensor(found.tensor.shape, "float32")])
-            self._floats[key] = found.like(made)
+            self._floats[key] = found.like(self._dequantized(found.tensor))
         return found.like(self._floats[key].tensor)
+
+    def _dequantized(self, codes: Tensor) -> Tensor:
+        """Returns (codes - zero point) * scale."""
+        grid, floats = Grid.of(codes), Tensor(codes.shape, "float32")
+        if self.kernels(grid).has_exact_floats or grid.zero_point == 0:
+            return self.graph.add("DEQUANTIZE", [codes], [floats])
+        made = self.graph.add("CAST", [codes], [floats], ("Cast", {}))
+        for code, name, number in (("SUB", "Sub", grid.zero_point), ("MUL", "Mul", grid.scale)):
+            inputs, outputs = [made, self.graph.constant(number, "float32")], [Tensor(codes.shape, "float32")]
+            made = self.graph.add(code, inputs, outputs, (name, {}), is_conversion=True)
+        return made
 
     def codes_of(self, value: Value) -> Known | None:
         """Returns the codes of a value that is on a grid, or None."""

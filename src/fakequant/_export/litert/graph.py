@@ -59,6 +59,8 @@ class Operator:
     products: int = 0
     # Why it is computed in float, if a kernel in integers could be expected.
     why_float: str = ""
+    # Whether it is a part of what stands for DEQUANTIZE.
+    is_conversion: bool = False
 
 
 class Graph:

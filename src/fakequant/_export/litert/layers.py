@@ -68,9 +68,11 @@ def _codes(builder: Builder, call: Layer, grid: Grid) -> Known | None:
     assert weight.scale is not None
     (x,) = operands
     x_scale = scale_of(x.tensor)
-    # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
-    scale = torch.where(_is_empty(weight), grid.scale / x_scale / 2, weight.scale)
-    if not all(builder.kernels(grid).has_layer(x_scale, float(one), grid.scale) for one in scale):
+    scale, kernels = weight.scale, builder.kernels(grid)
+    if not kernels.rounds_twice:
+        # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
+        scale = torch.where(_is_empty(weight), grid.scale / x_scale, scale)
+    if not kernels.has_layer(x_scale, scale, grid.scale, weight.largest_sum):
         return None
     call = dataclasses.replace(call, weight=dataclasses.replace(weight, scale=scale))
     return _Emission(builder, call, x, grid).result()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fakequant._export.litert.builder import Constant, Known, Pending, Value, identity, is_long, stored_shape
+from fakequant._export.litert.builder import Constant, Grid, Known, Pending, Value, identity, is_long, stored_shape
 from fakequant._export.litert.graph import AnyLength
 from fakequant._export.litert.layers import pad_zeros
 from fakequant._export.litert.operations import Operations, dtype_of, shape_of
@@ -166,6 +166,9 @@ def cat(t: Operations, node: Node, parts: Sequence[Value], axis: int = 0) -> Val
         return joined([t.builder.known(t.cast(part, dtype_of(node))) for part in parts])
     if len(parts) == 1:
         return parts[0]
+    codes = [one for one in map(t.builder.codes_of, parts) if one is not None]
+    if len(codes) == len(parts) and len({Grid.of(one.tensor) for one in codes}) == 1:
+        return joined(codes)  # such as parts of one tensor, with which circular padding begins and ends
     return Pending(
         shape,
         lambda: joined([t.builder.floats(part) for part in parts]),

@@ -104,7 +104,7 @@ def report_of(graph: Graph, size: int, *, has_any_batch: bool) -> LitertExport:
             layers.append(made)
         elif operator.products:
             products.append(made)
-        elif how == "float" and operator.code not in _FREE:
+        elif how == "float" and operator.code not in _FREE and not operator.is_conversion:
             others.append(dataclasses.replace(made, why=_why_float(operator, makers)))
     moves = tuple(operator.path for operator in graph.operators if operator.code == "TRANSPOSE")
     parts = tuple(layers), tuple(products), tuple(others)

@@ -35,10 +35,15 @@ class Xnnpack(Int8Arithmetic):
     """
 
     token_spec = TOKEN_SPEC
+    # Whether DEQUANTIZE computes (code - zero_point) * scale, and not code * scale - zero_point * scale.
+    has_exact_floats = True
 
-    def has_layer(self, x_scale: float, weight_scale: float, scale: float) -> bool:
-        """Returns True if there is a kernel for a layer with these scales of input, weight and output."""
-        return has_layer(x_scale, weight_scale, scale)
+    def has_layer(self, x_scale: float, weight_scale: Tensor, scale: float, largest: float) -> bool:
+        """Returns True if there is a kernel for a layer with these scales of input, weights and output.
+
+        `largest` is the largest magnitude that a sum can have.
+        """
+        return all(has_layer(x_scale, one, scale) for one in weight_scale.flatten().tolist())
 
     def has_addition(self, a_scale: float, b_scale: float, scale: float) -> bool:
         return all(2**-10 <= one / scale < 2**8 for one in (a_scale, b_scale))
@@ -78,9 +83,11 @@ class FixedPoint(Xnnpack):
 
     def __init__(self, *, is_optimized: bool) -> None:
         self._is_optimized = is_optimized
+        self.has_exact_floats = not is_optimized
 
-    def has_layer(self, x_scale: float, weight_scale: float, scale: float) -> bool:
-        return x_scale * weight_scale < scale  # larger results of the multiplication could overflow
+    def has_layer(self, x_scale: float, weight_scale: Tensor, scale: float, largest: float) -> bool:
+        # The multiplication starts with a shift to the left if the multiplier is larger than 1.
+        return 4 * largest * x_scale * float(weight_scale.max()) < _INT32 * scale
 
     def has_addition(self, a_scale: float, b_scale: float, scale: float) -> bool:
         return bool(2 * max(a_scale, b_scale) < 2.0 ** _SHIFTS[16] * scale)
@@ -106,15 +113,16 @@ class FixedPoint(Xnnpack):
         """
         if layer.grid_in is None or layer.weight_scale is None or not _have_one_width(layer.grid_in, grid):
             return self._in_float(layer, grid)
-        if len(layer.layer._fakequant.weight_shape) == 5:
-            return self._in_float(layer, grid)  # there is no kernel
+        scales = float(layer.grid_in.scale), layer.weight_scale, float(grid.scale)
+        if len(layer.layer._fakequant.weight_shape) == 5 or not self.has_layer(*scales, layer.largest or 0.0):
+            return self._in_float(layer, grid)
         sums, real = plain(layer.sums).long(), layer.grid_in.scale.double() * layer.weight_scale.double() / grid.scale
         is_wide, kind = _bits(grid) == 16, _kind_of(layer)
         has_groups = kind.is_grouped and not kind.is_transposed and (is_wide or not kind.is_depthwise)
         if kind.is_linear and (is_wide or not self._is_optimized):
             return _on(grid, away(sums.double() * real).long() + grid.zero_point)
         by = _Multipliers.of(real)
-        if is_wide and (layer.largest is None or layer.largest >= LARGEST_SUM):
+        if is_wide and (layer.largest or 0.0) >= LARGEST_SUM:
             codes = by.shortened(sums)
         elif not self._is_optimized or has_groups:
             codes = by.twice(sums)
