@@ -138,6 +138,31 @@ def test_convert_refuses_a_model_without_scales_and_names_the_quantizers():
         fq.convert(model)
 
 
+def test_a_learned_scale_that_no_data_has_reached_is_not_written():
+    """It is NaN, which is not a difference from itself."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x) if x.dim() == 2 else self.b(x)
+
+    x = torch.ones(3, 4)
+    model = fq.prepare(Either(), recipes.lsq(3), x)
+    with pytest.warns(UserWarning, match="No data reached the quantizers of b"):
+        fq.calibrate(model, [x], progress=False)
+    model.train()(x).sum().backward()
+    torch.optim.SGD(model.parameters(), 1e-3).step()
+    scale = model.b.input_quantizer.step_size
+    version = scale._version
+    with pytest.warns(UserWarning, match="seen no data"):
+        fq.convert(model.eval())
+    assert scale.isnan().all()
+    assert scale._version == version
+
+
 def test_convert_refuses_a_float_model():
     with pytest.raises(ValueError, match=r"fakequant\.prepare"):
         fq.convert(nn.Linear(2, 2))

@@ -39,14 +39,14 @@ def test_more_ties_are_tolerated_where_steps_are_finer(whose):
 
 
 def test_codes_that_kernels_round_twice_are_tolerated_up_to_a_share():
-    tensor = differing("prepared", 1000, 10, 0)
+    tensor = differing("prepared", 1000, 24, 0)
     assert not verification(tensor).ok
-    tensor.prepared_rounded = 10
+    tensor.prepared_rounded = 24
     assert verification(tensor).ok
-    tensor.prepared_differ = tensor.prepared_rounded = 11
-    assert "11 of 1000 codes" in verification(tensor).problem
-    assert "round twice" in verification(tensor).problem
-    tensor.prepared_differ = 12
+    tensor.prepared_differ = tensor.prepared_rounded = 25
+    assert "25 of 1000 codes" in verification(tensor).problem
+    assert "kernels round otherwise; at most 24" in verification(tensor).problem
+    tensor.prepared_differ = 26
     assert "odd" in verification(tensor).problem
 
 

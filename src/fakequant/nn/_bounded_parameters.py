@@ -134,8 +134,9 @@ def put(parameter: Tensor, value: Tensor) -> None:
 
 
 def write_back(parameter: Tensor, value: Tensor) -> None:
-    """Writes the effective value back into the parameter if it differs."""
-    if not torch.equal(whole(parameter), value):
+    """Writes the effective value back into the parameter if it differs. NaN, which is no value yet, equals NaN."""
+    own = whole(parameter)
+    if bool(((own != value) & ~(own.isnan() & value.isnan())).any()):
         put(parameter, value)
 
 

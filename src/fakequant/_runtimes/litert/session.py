@@ -104,8 +104,9 @@ class LitertSession(Session):
             codes = np.asarray(arrays[tensor].astype(np.int32) + shift)
             # Rows that are the same for the whole batch are computed once.
             lengths = [times * batch if times and size == 1 else size for times, size in zip(batches, codes.shape)]
-            codes = np.broadcast_to(codes, lengths).copy()
-            run.codes.setdefault(path, {})[number] = codes.transpose([order.index(axis) for axis in range(len(order))])
+            codes = np.broadcast_to(codes, lengths).transpose([order.index(axis) for axis in range(len(order))])
+            # The model's code may view them in another shape.
+            run.codes.setdefault(path, {})[number] = np.array(codes, order="C")
         return run
 
     def run_unwatched(self, args: Args, kwargs: Kwargs) -> list[Array]:
