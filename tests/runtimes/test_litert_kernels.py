@@ -113,8 +113,9 @@ def layer(target, kind, scales, number, bits=8, channels=8, wide=False):
     bias = RNG.integers(-40, 40, channels)
     spread = (1, *[1] * (sums.dim() - 2)) if kind != "linear" else ()
     sums = sums + torch.from_numpy(bias).reshape(-1, *spread[1:])
-    if bits == 16:  # so that some results are close to the ends
-        of = grid(float(np.float32(scales[0] * weight_scale.max() * 2.0**-7 * (1 + number / 7))), bits=16)
+    largest = float(sums.abs().max())
+    if bits == 16:  # so that the codes have all magnitudes
+        of = grid(scales[0] * weight_scale.max() * largest / 30000 * (1 + number / 7), bits=16)
     has_wide = bits == 16 and (wide or kind == "linear")
     bias_type = "int64" if has_wide else "int32"
     if bits == 16 and not has_wide:
@@ -137,7 +138,7 @@ def layer(target, kind, scales, number, bits=8, channels=8, wide=False):
         ),
         grid_in=x_of,
         weight_scale=torch.from_numpy(weight_scale).reshape(along),
-        largest=arithmetic.LARGEST_SUM if wide else 1.0,
+        largest=arithmetic.LARGEST_SUM if wide else largest,
     )
     mine = KERNELS[target, bits].from_layer(accumulated, of)
     mine = mine if kind == "linear" else mine.permute(0, 2, 3, 1)

@@ -1,6 +1,7 @@
 """`verify` accepts no .tflite file that was changed, whether or not its hash was made to match."""
 
 import dataclasses
+import functools
 import platform
 
 import numpy as np
@@ -36,6 +37,7 @@ MODELS = {
     "dynamic scales": ("mlp", recipes.int8_dynamic),
     "4 bits": ("mlp", weights_in_4_bits),
     "float operators": ("encoder", recipes.w4a8),
+    "16 bits": ("depthwise", functools.partial(recipes.int8, activation_bits=16)),
 }
 
 
@@ -82,6 +84,7 @@ def test_damaged_files(exported, tmp_path):
         (whole.replace(b"sha256:", b"sha255:"), "was not written by fakequant.export_litert"),
         (seals.sealed(whole.replace(b"fakequant.parameters", b"fakequant.parameter_")), "is damaged"),
         (seals.sealed(whole.replace(b'"int8"', b'"int9"')), "is not the file that fakequant.export_litert writes"),
+        (seals.sealed(whole.replace(b'"litert"', b'"litard"')), "written for the target 'litard'"),
     ):
         bad.write_bytes(data)
         with pytest.raises(ValueError, match=message):
@@ -97,6 +100,7 @@ def test_files_have_layers_of_all_kinds(files_of):
     assert schema.BuiltinOperator.SOFTMAX in operators["float operators"]
     assert schema.BuiltinOperator.QUANTIZE not in operators["dynamic scales"]
     assert schema.TensorType.INT4 in types["4 bits"]
+    assert schema.TensorType.INT16 in types["16 bits"]
 
 
 def places(data, rng):

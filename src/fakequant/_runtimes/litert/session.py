@@ -37,6 +37,11 @@ class LitertSession(Session):
         self._file = LitertFile(path)
         notes = self._file.notes
         self.target, self.parameters, self.results = notes[TARGET], notes[PARAMETERS], notes[OUTPUTS]
+        if self.target not in RESOLVERS:
+            known = ", ".join(RESOLVERS)
+            raise ValueError(
+                f"{path} was written for the target {self.target!r}, which is none of {known}.\nExport the model again."
+            )
         self._resolver = RESOLVERS[self.target]
         self.is_as_written = True
         # The name of the tensor, the order of its axes, and how often each has the length of the batch or 0, by the
