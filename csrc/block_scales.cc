@@ -127,8 +127,8 @@ float tensor_scale(float absmax, ScaleRule rule) {
   return scale == 0 ? 1.0f : scale;
 }
 
-// Few enough elements to still be in the cache when they are quantized after their scales were chosen.
-constexpr int64_t kPartElements = 1 << 12;
+// Few enough bytes to still be in the cache when they are quantized after their scales were chosen.
+constexpr int64_t kPartBytes = 1 << 14;
 
 // A part of an array with whole blocks.
 struct Chunk {
@@ -142,13 +142,13 @@ struct Chunks {
   int64_t blocks, size;  // of a unit that cannot be divided: a row, or a batch if blocks are columns
   int64_t units, per_chunk;
 
-  Chunks(const Shape& s, bool has_packed_mask) : shape(s) {
+  Chunks(const Shape& s, DType dtype, bool has_packed_mask) : shape(s) {
     const bool rows = s.outer == 1;
     blocks = rows ? 1 : s.blocks;
     size = std::max<int64_t>(rows ? s.inner : s.outer * s.blocks * s.inner, 1);
     units = s.parameters() / std::max<int64_t>(blocks, 1);
     const int64_t step = has_packed_mask ? kRangeAlignment / std::gcd(size, kRangeAlignment) : 1;
-    per_chunk = std::max(kPartElements / size / step, int64_t(1)) * step;
+    per_chunk = std::max(kPartBytes / bytes_of(dtype) / size / step, int64_t(1)) * step;
   }
   int64_t count() const { return (units + per_chunk - 1) / per_chunk; }
   Chunk operator[](int64_t c) const {
@@ -230,7 +230,7 @@ void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule 
 
 ObserveResult observe_blocks(const ObserveArgs& o, FakeQuantizeArgs a) {
   const int64_t n = a.shape.parameters();
-  const Chunks chunks(a.shape, a.mask_kind == MaskKind::packed);
+  const Chunks chunks(a.shape, a.dtype, a.mask_kind == MaskKind::packed);
   float* absmax = o.running_max;
   std::vector<ChunkRanges> ranges(size_t(chunks.count()));
   if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));

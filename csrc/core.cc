@@ -17,12 +17,10 @@ bool needs_wide(const Grid& g, int64_t parameters) {
   const auto beyond = [](int64_t v) { return v < -kNarrowLimit || v > kNarrowLimit; };
   if (beyond(g.qmin) || beyond(g.qmax) || g.zero_i64) return true;
   if (!g.zero_i32) return false;
-  int32_t lo = 0, hi = 0;
-  for (int64_t i = 0; i < parameters; ++i) {
-    lo = std::min(lo, g.zero_i32[i]);
-    hi = std::max(hi, g.zero_i32[i]);
-  }
-  return beyond(lo) || beyond(hi);
+  // Ones in the upper bits of v if it is at least the limit, or of ~v if it is below the negative one.
+  int32_t ones = 0;
+  for (int64_t i = 0; i < parameters; ++i) ones |= g.zero_i32[i] ^ (g.zero_i32[i] >> 31);
+  return ones >= kNarrowLimit;
 }
 
 // --- elementwise: ranges of elements -------------------------------------------------------------

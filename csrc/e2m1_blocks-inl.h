@@ -34,6 +34,14 @@ template <class U> FQ_INLINE U minus_or_zero(U a, U b) {
   return larger(a, b) - b;
 }
 
+// Keeps GCC from loading a value for each use: a vector of 64 bytes is usually in two cache lines.
+template <class U> FQ_INLINE U in_register(U v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 64) asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 // Blocks whose scales are the lanes of a vector.
 class E2m1Blocks {
  public:
@@ -78,7 +86,7 @@ class E2m1Blocks {
 #endif
       return bit_cast<U>(splat<Vec<uint32_t, M / 2>>(word[first]));
     };
-    const U bits = load_raw<U>(x), sign = splat<U>(0x8000), binade = splat<U>(0x0080), a = bits & ~sign;
+    const U bits = in_register(load_raw<U>(x)), sign = splat<U>(0x8000), binade = splat<U>(0x0080), a = bits & ~sign;
     const U limited = smaller(a, at(enough_));
     // How many of the thresholds 3, 5 and 7 are exceeded, and how many of 4 and 6, times a binade.
     const U odd = minus_or_zero(limited, at(below_third_)) & U(-binade);
@@ -87,7 +95,7 @@ class E2m1Blocks {
     value = plus_where(above(odd, even), value, at(odd_));
     value = plus_where(above(a, at(second_)), value, binade);
     value = value_where(above(a, at(first_)), value) | (bits & sign);
-    store_raw(y, value_unless(above(a, splat<U>(0x7F80)), value, bits | U(splat<U>(0x0040))));
+    store_raw(y, ones_where(above(a, splat<U>(0x7F80)), value));  // all ones is a NaN
     if constexpr (WithInside) return above(at(highest_) + U(splat<U>(1)), a);
     else return 0;
   }
@@ -97,12 +105,7 @@ class E2m1Blocks {
   static constexpr uint32_t kBinade = 0x00800080u, kOne = 0x00010001u;
 
   // Copies the upper halves to the lower ones.
-  static FQ_INLINE W upper_halves(W v) {
-#if defined(__AVX2__)
-    if constexpr (N == 8) return bit_cast<W>(_mm256_blend_epi16(bit_cast<__m256i>(v >> 16), bit_cast<__m256i>(v), 0xAA));
-#endif
-    return v >> 16 | (v & 0xFFFF0000u);
-  }
+  static FQ_INLINE W upper_halves(W v) { return FQ_TARGET::upper_halves(v, v); }
 
   template <bool Odd> static FQ_INLINE W threshold(F s, float tie, F h) {
     const F offset = Odd ? h : -h, t = splat<F>(tie);
@@ -110,8 +113,6 @@ class E2m1Blocks {
     const auto is_above = fma(s, t, -r) < -offset;  // r > c, as -1
     return upper_halves(bit_cast<W>(r) + bit_cast<W>(is_above));
   }
-
-  template <class U> static FQ_INLINE U smaller(U a, U b) { return a < b ? a : b; }
 
   // Comparisons of words below 2^15, and what is done with their results.
   template <class U> static FQ_INLINE auto above(U a, U b) {
@@ -123,7 +124,7 @@ class E2m1Blocks {
   }
   template <class U> static FQ_INLINE U plus_where(U lanes, U v, U w) { return v + (w & lanes); }
   template <class U> static FQ_INLINE U value_where(U lanes, U v) { return v & lanes; }
-  template <class U> static FQ_INLINE U value_unless(U lanes, U v, U other) { return (v & ~lanes) | (other & lanes); }
+  template <class U> static FQ_INLINE U ones_where(U lanes, U v) { return v | lanes; }
 #if defined(__AVX512F__)
   template <class U> static FQ_INLINE U plus_where(uint32_t lanes, U v, U w) {
     return bit_cast<U>(_mm512_mask_add_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(v), bit_cast<__m512i>(w)));
@@ -131,8 +132,8 @@ class E2m1Blocks {
   template <class U> static FQ_INLINE U value_where(uint32_t lanes, U v) {
     return bit_cast<U>(_mm512_maskz_mov_epi16(lanes, bit_cast<__m512i>(v)));
   }
-  template <class U> static FQ_INLINE U value_unless(uint32_t lanes, U v, U other) {
-    return bit_cast<U>(_mm512_mask_mov_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(other)));
+  template <class U> static FQ_INLINE U ones_where(uint32_t lanes, U v) {
+    return bit_cast<U>(_mm512_mask_mov_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(splat<U>(0xFFFF))));
   }
 #endif
 

@@ -5,6 +5,7 @@
 //
 // One pass: each element is read once, its value and its mask bit are written once. With eight lanes, forward takes
 // about fourteen instructions per vector and is limited by memory bandwidth.
+#include "bf16_levels-inl.h"
 #include "e2m1_blocks-inl.h"
 #include "numerics-inl.h"
 #include "runs-inl.h"
@@ -66,76 +67,8 @@ template <bool B> struct Flag { static constexpr bool value = B; };
 template <class Rule> inline constexpr bool kHasLevels =
     kSame<Rule, Onnx> || kSame<Rule, TorchTensor> || kSame<Rule, TorchChannel>;
 
-// Whether a value of a grid may be halfway between two bfloat16 numbers.
-template <class V> FQ_INLINE bool may_have_ties(const Params<V>& p) {
-  constexpr int N = kWidth<V>;
-  const float lo = p.lo[0], hi = p.hi[0];
-  if (!(hi - lo <= 256)) return true;
-  V level = splat<V>(lo);
-  for (int i = 0; i < N; ++i) level[i] += float(i);
-  Bits<V> found{};
-  for (float first = lo; first <= hi; first += float(N), level += float(N)) {
-    found |= bit_cast<Bits<V>>(is_bf16_tie(level * p.scale));
-  }
-  return any_bit(found);
-}
-
-// The bfloat16 numbers that are inside the range of a grid, from -low to high, as bits.
-struct Bf16Range {
-  int16_t high = 0, low = 0;
-  bool usable = false;  // whether both round to the ends of the grid, so that numbers can be clamped instead of levels
-};
-
-template <class V> FQ_INLINE Bf16Range bf16_range(const Params<V>& p) {
-  using One = Vec<float, 1>;
-  const float scale = p.scale[0];
-  if (!(p.lo[0] <= 0 && p.hi[0] >= 0 && Onnx::corrects(scale))) return {};
-  // The largest number that rounds to at most `level`.
-  bool usable = true;
-  const auto last = [&](float level) FQ_INLINE_LAMBDA {
-    const auto level_of = [&](int32_t bits) FQ_INLINE_LAMBDA {
-      return rint(One{bit_cast<float>(bits << 16)} / One{scale})[0];
-    };
-    int32_t bits = (bit_cast<int32_t>((level + 0.5f) * scale) >> 16) + 1;
-    while (level_of(bits) > level) --bits;
-    usable &= level_of(bits) == level;
-    return int16_t(bits);
-  };
-  Bf16Range range{last(p.hi[0]), last(-p.lo[0])};
-  range.usable = usable;
-  return range;
-}
-
-// Fake-quantizes 32 bfloat16 numbers, of which none is NaN. They are clamped as integers, two in a word. No value is
-// halfway between two bfloat16 numbers. Returns the bits of the mask.
-template <class V, class P> FQ_INLINE uint32_t clamped_step(const bf16* x, bf16* y, const Bf16Range& range, const P& p) {
-  constexpr int N = kWidth<V>, M = 2 * N;
-  using I = Vec<int16_t, M>;
-  using U = Vec<uint16_t, M>;
-  const I high = splat<I>(range.high);
-  const U low = splat<U>(uint16_t(range.low)) | splat<U>(0x8000);
-  uint32_t bits = 0;
-#pragma GCC unroll 4
-  for (int i = 0; i < 32; i += M) {
-    const I from = load_raw<I>(x + i);
-    const I below = from < high ? from : high;
-    const U clamped = bit_cast<U>(below) < low ? bit_cast<U>(below) : low;
-    const auto words = bit_cast<Bits<V>>(clamped);
-    const V a = Onnx::round_bf16(bit_cast<V>(words << 16), p), b = Onnx::round_bf16(bit_cast<V>(words & 0xFFFF0000u), p);
-    store_pair<bf16, N, false>(y + i, Onnx::value_of_signed(a, p), Onnx::value_of_signed(b, p));
-    bits |= lane_bits(from == bit_cast<I>(clamped)) << i % 32;
-  }
-  return bits;
-}
-
-// Whether one of 32 elements is NaN.
-FQ_INLINE bool any_nan(const bf16* x) {
-  using I = Vec<int16_t, 2 * kLanes>;
-  I largest{};
-#pragma GCC unroll 4
-  for (int i = 0; i < 32; i += 2 * kLanes) largest = larger(largest, I(load_raw<I>(x + i) & 0x7FFF));
-  return any_greater(largest, splat<I>(0x7F80));
-}
+// Numbers that are searched for NaN together.
+inline constexpr int64_t kBlock = 256;
 
 template <class Rule, class T, class V, class Mask>
 FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<Rule, V>& params, int64_t parameter,
@@ -172,14 +105,21 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
   if constexpr (kSame<T, bf16> && kHasLevels<Rule> && !kCompilesFast) {
     if (n >= 1024 && !may_have_ties(p)) {
       if constexpr (kSame<Rule, Onnx> && kHasFma) {
-        const Bf16Range range = bf16_range(p);
-        const auto step = [&](int64_t j) FQ_INLINE_LAMBDA {
-          return any_nan(x + j) ? step_32(j, Flag<true>{}) : clamped_step<V>(x + j, y + j, range, p);
+        const Bf16Range<V> range = bf16_range(p);
+        const auto clamped_steps = [&](auto by_reciprocal) FQ_INLINE_LAMBDA {
+          while (i + kBlock <= n) {
+            const bool careful = any_nan(x + i, kBlock);
+            for (const int64_t end = i + kBlock; i < end; i += 64) {
+              const auto step = [&](int64_t j) FQ_INLINE_LAMBDA {
+                if (careful) return step_32(j, Flag<true>{});
+                return clamped_step<decltype(by_reciprocal)::value, false, V>(x + j, y + j, range.high[0], range.low[0], p);
+              };
+              const uint64_t low = step(i), high = step(i + 32);
+              mask.put_64(low | high << 32);
+            }
+          }
         };
-        for (; range.usable && i + 64 <= n; i += 64) {
-          const uint64_t first = step(i), second = step(i + 32);
-          mask.put_64(first | second << 32);
-        }
+        if (range.usable) reciprocal_suffices(p) ? clamped_steps(Flag<true>{}) : clamped_steps(Flag<false>{});
       } else {
         steps(Flag<false>{});
       }
@@ -261,6 +201,45 @@ FQ_INLINE int64_t e2m1_rows(const bf16* x, bf16* y, int64_t length, int64_t rows
   return sets * N;
 }
 
+// Quantizes some rows of integer codes in bfloat16, if their grids and numbers allow it; see bf16_levels-inl.h. Returns
+// their number.
+template <class V, class Mask>
+FQ_INLINE int64_t clamped_rows(const bf16* x, bf16* y, int64_t length, int64_t rows, const GridParams<Onnx, V>& params,
+                               int64_t first, Mask& mask) {
+  constexpr int N = kWidth<V>, kSets = 8;  // several sets at once, as in e2m1_rows
+  if (length != 32 && length % 64 != 0) return 0;
+  uint32_t high[kSets * N], low[kSets * N];
+  float scale[kSets * N], inverse[kSets * N];
+  int count = 0;
+  bool exact = true;  // products with a power of two are exact, and have no more bits than the level
+  for (; count < kSets * N && count + N <= rows; count += N) {
+    const auto p = params.per_element(first + count);
+    const Bf16Range<V> range = bf16_range(p);
+    if (!range.usable || any_nan(x + count * length, N * length)) break;
+    store_raw(high + count, range.high);
+    store_raw(low + count, range.low);
+    store_raw(scale + count, p.scale);
+    store_raw(inverse + count, p.inverse);
+    exact &= !any_lane(exact_reciprocals(p.scale) == V{});
+  }
+  const int step = length == 32 ? 2 : 1;
+  const auto quantize = [&](auto is_exact) FQ_INLINE_LAMBDA {
+    constexpr bool kExact = decltype(is_exact)::value;
+    const auto step_32 = [&](int64_t i, int r) FQ_INLINE_LAMBDA {
+      const Params<V> p{splat<V>(scale[r]), splat<V>(inverse[r]), V{}, V{}, V{}};
+      return clamped_step<kExact, !kExact, V>(x + i, y + i, high[r], low[r], p);
+    };
+    for (int r = 0; r < count; r += step, x += length * step, y += length * step) {
+      for (int64_t i = 0; i < length * step; i += 64) {
+        const uint64_t low_bits = step_32(i, r), high_bits = step_32(i + 32, r + step - 1);
+        mask.put_64(low_bits | high_bits << 32);
+      }
+    }
+  };
+  exact ? quantize(Flag<true>{}) : quantize(Flag<false>{});
+  return count;
+}
+
 // Quantizes a row of 32 elements. Returns the bits of its mask.
 template <class Rule, class T, class P, class Round>
 FQ_INLINE uint32_t row_of_32(const T* x, T* y, const P& p, int r, Round&& round) {
@@ -292,12 +271,15 @@ FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end,
   const GridParams<Rule, V> params(a.grid);
   int64_t row = begin / length;
   for (; row + N <= last; row += N) {
+    int64_t rows = 0;
     if constexpr (kSame<Rule, FixedFloatRule<Numerics::e2m1>> && kSame<T, bf16> && !kCompilesFast) {
-      const int64_t rows = e2m1_rows(x, y, length, last - row, a.grid.scale_f32 + row, mask);
-      if (rows > 0) {
-        row += rows - N, x += rows * length, y += rows * length;
-        continue;
-      }
+      rows = e2m1_rows(x, y, length, last - row, a.grid.scale_f32 + row, mask);
+    } else if constexpr (kSame<Rule, Onnx> && kSame<T, bf16> && kHasFma) {
+      rows = clamped_rows(x, y, length, last - row, params, row, mask);
+    }
+    if (rows > 0) {
+      row += rows - N, x += rows * length, y += rows * length;
+      continue;
     }
     const auto several = params.per_element(row);
     const auto for_rows = [&](auto&& round) FQ_INLINE_LAMBDA {

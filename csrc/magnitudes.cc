@@ -111,14 +111,14 @@ template <bool WithSign, class T> FQ_INLINE float largest_of_row(const T* x, int
 
 // --- rows of 16-bit floats ------------------------------------------------------------------------
 
-// Returns max(lanes of a, lanes of b) side by side: the maximum of each pair of 16-bit lanes of a, then of b.
-template <class W> FQ_INLINE W maxima_of_halves(W a, W b) {
-  using I = Vec<int16_t, 2 * kWidth<W>>;  // magnitudes are positive
-  return bit_cast<W>(larger(bit_cast<I>((a & 0xFFFFu) | b << 16), bit_cast<I>(a >> 16 | (b & 0xFFFF0000u))));
-}
 template <class W> FQ_INLINE W larger_halves(W a, W b) {
-  using I = Vec<int16_t, 2 * kWidth<W>>;
+  using I = Vec<int16_t, 2 * kWidth<W>>;  // magnitudes are positive
   return bit_cast<W>(larger(bit_cast<I>(a), bit_cast<I>(b)));
+}
+
+// Returns the maxima of pairs of 16-bit lanes of a in the lower halves of words, and those of b in the upper ones.
+template <class W> FQ_INLINE W maxima_of_halves(W a, W b) {
+  return larger_halves(interleave_halves<false>(a, b), interleave_halves<true>(a, b));
 }
 
 // Returns the largest magnitudes of N rows of Length elements, as 16-bit floats. The rows are reduced together, as a tree:

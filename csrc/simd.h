@@ -120,7 +120,7 @@ template <class V> FQ_INLINE V join(Half<V> low, Half<V> high) {
   return v;
 }
 
-// Interleaves the lower or the upper halves of each 128 bits of a and b: words of 32 bits, or pairs of words.
+// Interleaves the lower or the upper halves of each 128 bits of a and b: words of 32 bits, halves or pairs of words.
 template <bool High, class W> FQ_INLINE W interleave_words(W a, W b) {
   constexpr int N = kWidth<W>, H = High ? 2 : 0;
   static_assert(sizeof(Elem<W>) == 4);
@@ -128,6 +128,25 @@ template <bool High, class W> FQ_INLINE W interleave_words(W a, W b) {
   else if constexpr (N == 8) return __builtin_shufflevector(a, b, H, H + 8, H + 1, H + 9, H + 4, H + 12, H + 5, H + 13);
   else return __builtin_shufflevector(a, b, H, H + 16, H + 1, H + 17, H + 4, H + 20, H + 5, H + 21,
                                       H + 8, H + 24, H + 9, H + 25, H + 12, H + 28, H + 13, H + 29);
+}
+template <bool High, class W> FQ_INLINE W interleave_halves(W a, W b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(W) == 64) {
+    const __m512i c = bit_cast<__m512i>(a), d = bit_cast<__m512i>(b);
+    return bit_cast<W>(High ? _mm512_unpackhi_epi16(c, d) : _mm512_unpacklo_epi16(c, d));
+  } else
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(W) == 32) {
+    const __m256i c = bit_cast<__m256i>(a), d = bit_cast<__m256i>(b);
+    return bit_cast<W>(High ? _mm256_unpackhi_epi16(c, d) : _mm256_unpacklo_epi16(c, d));
+  } else
+#endif
+  {
+    using H = Vec<uint16_t, 8>;
+    constexpr int I = High ? 4 : 0;
+    return bit_cast<W>(__builtin_shufflevector(bit_cast<H>(a), bit_cast<H>(b), I, I + 8, I + 1, I + 9, I + 2, I + 10, I + 3, I + 11));
+  }
 }
 template <bool High, class W> FQ_INLINE W interleave_pairs(W a, W b) {
   using D = Vec<uint64_t, kWidth<W> / 2>;
@@ -405,6 +424,7 @@ template <class V> FQ_INLINE auto equal_bit_lanes(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (kSame<V, Vec<float, 16>>) return uint32_t(_mm512_cmpeq_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
   else if constexpr (kSame<V, Vec<double, 8>>) return uint32_t(_mm512_cmpeq_epi64_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  else if constexpr (kSame<V, Vec<uint16_t, 32>>) return uint32_t(_mm512_cmpeq_epi16_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
   else
 #endif
   return bit_cast<Bits<V>>(a) == bit_cast<Bits<V>>(b);
@@ -443,6 +463,13 @@ template <class U> FQ_INLINE bool any_bit(U v) {
 }
 
 template <class I> FQ_INLINE I larger(I a, I b) { return a > b ? a : b; }
+// GCC 12 compares unsigned words of 16 bits in AVX-512 with more instructions than necessary.
+template <class I> FQ_INLINE I smaller(I a, I b) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<I, Vec<uint16_t, 32>>) return bit_cast<I>(_mm512_min_epu16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#endif
+  return a < b ? a : b;
+}
 template <class I> FQ_INLINE bool any_greater(I a, I b) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(I) == 64 && sizeof(Elem<I>) == 4) return _mm512_cmpgt_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)) != 0;
@@ -469,6 +496,13 @@ template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16(Vec<float, N> v) {  
 // The same for values of which none is halfway between two bfloat16 numbers.
 template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16_without_ties(Vec<float, N> v) {
   return bit_cast<Vec<uint32_t, N>>(v) + 0x8000u;
+}
+// Returns the upper halves of the words of a and b, those of a in the lower halves.
+template <class W> FQ_INLINE W upper_halves(W a, W b) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(W) == 32) return bit_cast<W>(_mm256_blend_epi16(bit_cast<__m256i>(a >> 16), bit_cast<__m256i>(b), 0xAA));
+#endif
+  return a >> 16 | (b & 0xFFFF0000u);
 }
 template <class V> FQ_INLINE auto is_bf16_tie(V v) { return (bit_cast<Bits<V>>(v) & 0xFFFFu) == 0x8000u; }
 template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
@@ -580,8 +614,8 @@ template <int N, class T> FQ_INLINE void load_pair(const T* p, Vec<Compute<T>, N
 template <class T, int N, bool HasTies = true>
 FQ_INLINE void store_pair(T* p, Vec<Compute<T>, N> a, Vec<Compute<T>, N> b) {
   if constexpr (kSame<T, bf16> && !HasTies) {
-    store_raw(p, rounded_to_bf16_without_ties<N>(a) >> 16 | (rounded_to_bf16_without_ties<N>(b) & 0xFFFF0000u));
-  } else if constexpr (kSame<T, bf16>) store_raw(p, rounded_to_bf16<N>(a) >> 16 | (rounded_to_bf16<N>(b) & 0xFFFF0000u));
+    store_raw(p, upper_halves(rounded_to_bf16_without_ties<N>(a), rounded_to_bf16_without_ties<N>(b)));
+  } else if constexpr (kSame<T, bf16>) store_raw(p, upper_halves(rounded_to_bf16<N>(a), rounded_to_bf16<N>(b)));
   else {
     store<T, N>(p, a);
     store<T, N>(p + N, b);
@@ -617,6 +651,19 @@ template <class T, int N, class M> FQ_INLINE uint32_t bits_of_32(const M (&m)[32
 #endif
   uint32_t bits = 0;
   for (int i = 0; i < 32 / N; i += 2) bits |= pair_bits<T, N>(m[i], m[i + 1]) << (i * N);
+  return bits;
+}
+
+// The same of M words of 16 bits each.
+template <int M, class W> FQ_INLINE uint32_t word_bits_of_32(const W (&m)[32 / M]) {
+#if defined(__AVX2__)
+  if constexpr (M == 16 && sizeof(W) == 32) {
+    const __m256i bytes = _mm256_packs_epi16(bit_cast<__m256i>(m[0]), bit_cast<__m256i>(m[1]));
+    return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xD8)));
+  }
+#endif
+  uint32_t bits = 0;
+  for (int i = 0; i < 32 / M; ++i) bits |= lane_bits(m[i]) << i * M % 32;
   return bits;
 }
 

@@ -4,6 +4,7 @@
 // With --digest it prints one line per case, of the best target on one thread, so that the output of two machines, or of
 // an emulator, can be compared with diff. Equality with the reference and with torch is tested from Python.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -278,30 +279,60 @@ uint64_t e2m1_blocks(int64_t length) {
   return d.hash;
 }
 
-// All bfloat16 numbers under scales for which many of them are at ties, with integer codes. The baseline divides.
+// Returns a scale for which a level times it is a bfloat16, almost one, or halfway between two.
+float scale_near_bf16(uint64_t kind, Random& rng) {
+  const uint32_t mantissa = uint32_t(rng.next()) & (kind == 2 ? 0x7F8000u : kind == 3 ? 0 : 0x7F0000u);
+  const uint32_t word = uint32_t(rng.next() % 250 + 1) << 23 | mantissa;
+  float s;
+  std::memcpy(&s, &word, 4);
+  if (kind != 1) return s;
+  // A number at a tie, which the product with the reciprocal rounds to the other side.
+  const float number = s;
+  for (int i = 0; i < 100; ++i) {
+    s = number / (float(rng.next() % 100) + 0.5f);
+    if (std::nearbyintf(number * (1 / s)) != std::nearbyintf(number / s)) break;
+  }
+  return s;
+}
+
+// All bfloat16 numbers, or many near ties, with integer codes and one scale or one for each row. The baseline divides.
 uint64_t bf16_integers() {
+  static const int64_t kRanges[][2] = {{-128, 127}, {0, 255}, {-8, 7}};
   Digest d;
   Random rng;
   const int64_t n = 1 << 16;
   std::vector<uint16_t> x(static_cast<size_t>(n)), y(x);
   std::vector<uint8_t> bits(static_cast<size_t>(n) / 8);
-  for (int64_t i = 0; i < n; ++i) x[size_t(i)] = uint16_t(i * 40503);  // all, without an order
-  for (int round = 0; round < 60; ++round) {
-    // A level times the scale is a bfloat16, almost one, or halfway between two.
-    uint32_t word = uint32_t(rng.next() % 250 + 1) << 23 | (uint32_t(rng.next()) & (round % 3 == 2 ? 0x7F8000u : 0x7F0000u));
-    float s;
-    std::memcpy(&s, &word, 4);
-    if (round % 3 == 1) s /= float(rng.next() % 128) + 0.5f;
-    const int32_t zero = int32_t(rng.next() % 256) - 128;
-    Grid g;
-    g.numerics = round % 2 ? Numerics::onnx : Numerics::torch_tensor;
-    g.qmin = -128;
-    g.qmax = 127;
-    g.scale_f32 = &s;
-    g.zero_i32 = &zero;
-    fake_quantize({DType::bf16, {1, 1, 1, n}, g, x.data(), y.data(), MaskKind::packed, bits.data()});
-    d.add_floats(DType::bf16, y.data(), n);
-    d.add(bits.data(), bits.size());
+  std::vector<float> scale(static_cast<size_t>(n / 32));
+  std::vector<int32_t> zero(scale.size());
+  for (int64_t length : {n, int64_t(32), int64_t(48), int64_t(128)}) {
+    for (int round = 0; round < 120; ++round) {
+      Grid g;
+      g.numerics = round % 5 || length < n ? Numerics::onnx : Numerics::torch_tensor;
+      g.qmin = kRanges[round % 3][0];
+      g.qmax = kRanges[round % 3][1];
+      g.scale_f32 = scale.data();
+      g.zero_i32 = zero.data();
+      const int64_t rows = n / length;
+      for (int64_t i = 0; i < rows * length; ++i) {
+        float& s = scale[size_t(i / length)];
+        if (i % length == 0) {
+          // Most sets of rows have only scales that integers can deal with.
+          do s = scale_near_bf16(uint64_t(round) % 4, rng);
+          while ((length < n ? i / 256 : round) % 8 != 0 && !(s >= 0x1p-60f && s <= 0x1p60f));
+          zero[size_t(i / length)] = int32_t(g.qmin + int64_t(rng.next() % uint64_t(g.qmax - g.qmin + 1)));
+        }
+        uint16_t v = uint16_t(i * 40503);  // all, without an order
+        if ((round / 8 % 2 || length < n) && rng.next() % 8) {
+          v = uint16_t(near_bf16(s * (float(rng.next() % 130) + 0.5f), rng) ^ (rng.next() & 1) << 15);
+        }
+        const bool keep_nan = round / 4 % 2 && i % 4096 < 64;
+        x[size_t(i)] = (v & 0x7FFF) > 0x7F80 && !keep_nan ? uint16_t(v & 0xBFFF) : v;
+      }
+      fake_quantize({DType::bf16, {1, 1, rows, length}, g, x.data(), y.data(), MaskKind::packed, bits.data()});
+      d.add_floats(DType::bf16, y.data(), rows * length);
+      d.add(bits.data(), size_t(rows * length) / 8);
+    }
   }
   return d.hash;
 }
