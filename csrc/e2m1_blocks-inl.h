@@ -42,6 +42,64 @@ template <class U> FQ_INLINE U in_register(U v) {
   return v;
 }
 
+// Comparisons of words below 2^15, and what is done with their results.
+template <class U> FQ_INLINE auto above(U a, U b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 64) return uint32_t(_mm512_cmpgt_epi16_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  else
+#endif
+  return bit_cast<U>(bit_cast<Vec<int16_t, kWidth<U>>>(a) > bit_cast<Vec<int16_t, kWidth<U>>>(b));
+}
+template <class U> FQ_INLINE U plus_where(U lanes, U v, U w) { return v + (w & lanes); }
+template <class U> FQ_INLINE U value_where(U lanes, U v) { return v & lanes; }
+template <class U> FQ_INLINE U ones_where(U lanes, U v) { return v | lanes; }
+#if defined(__AVX512F__)
+template <class U> FQ_INLINE U plus_where(uint32_t lanes, U v, U w) {
+  return bit_cast<U>(_mm512_mask_add_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(v), bit_cast<__m512i>(w)));
+}
+template <class U> FQ_INLINE U value_where(uint32_t lanes, U v) {
+  return bit_cast<U>(_mm512_maskz_mov_epi16(lanes, bit_cast<__m512i>(v)));
+}
+template <class U> FQ_INLINE U ones_where(uint32_t lanes, U v) {
+  return bit_cast<U>(_mm512_mask_mov_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(splat<U>(0xFFFF))));
+}
+#endif
+
+// Returns the bytes of a table at each byte of an index below 16.
+template <class U> FQ_INLINE U bytes_at(const uint8_t (&table)[16], U index) {
+  const auto entries = load_raw<Vec<uint8_t, 16>>(table);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 64) {
+    return bit_cast<U>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bit_cast<__m128i>(entries)), bit_cast<__m512i>(index)));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(U) == 32) {
+    return bit_cast<U>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bit_cast<__m128i>(entries)), bit_cast<__m256i>(index)));
+  }
+#endif
+#if defined(__aarch64__)
+  if constexpr (sizeof(U) == 16) return bit_cast<U>(vqtbl1q_u8(bit_cast<uint8x16_t>(entries), bit_cast<uint8x16_t>(index)));
+#endif
+  auto bytes = bit_cast<Vec<uint8_t, int(sizeof(U))>>(index);
+  for (int i = 0; i < int(sizeof(U)); ++i) bytes[i] = entries[bytes[i]];
+  return bit_cast<U>(bytes);
+}
+
+// Returns word `first`, or for 32 elements of two blocks, that word and the next one.
+template <class U>
+FQ_INLINE U words_at(const uint32_t (&word)[kLanes], unsigned first, [[maybe_unused]] bool several) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 64) {
+    if (several) {
+      const __m512i block = _mm512_add_epi32(_mm512_set1_epi32(int(first)), _mm512_maskz_set1_epi32(0xFF00, 1));
+      return bit_cast<U>(_mm512_permutexvar_epi32(block, _mm512_loadu_si512(word)));
+    }
+  }
+#endif
+  return bit_cast<U>(splat<Vec<uint32_t, kWidth<U> / 2>>(word[first]));
+}
+
 // Blocks whose scales are the lanes of a vector.
 class E2m1Blocks {
  public:
@@ -72,20 +130,9 @@ class E2m1Blocks {
 
   // Quantizes M elements of block `first`, or of several blocks from there on, if they have 16 elements and M is more.
   // Returns the lanes that were inside the range, if they are wanted.
-  template <bool WithInside, int M> FQ_INLINE auto quantize(const bf16* x, bf16* y, unsigned first,
-                                                         [[maybe_unused]] bool several) const {
+  template <bool WithInside, int M> FQ_INLINE auto quantize(const bf16* x, bf16* y, unsigned first, bool several) const {
     using U = Vec<uint16_t, M>;
-    const auto at = [&](const uint32_t (&word)[N]) FQ_INLINE_LAMBDA {
-#if defined(__AVX512F__)
-      if constexpr (M == 32) {
-        if (several) {
-          const __m512i block = _mm512_add_epi32(_mm512_set1_epi32(int(first)), _mm512_maskz_set1_epi32(0xFF00, 1));
-          return bit_cast<U>(_mm512_permutexvar_epi32(block, _mm512_loadu_si512(word)));
-        }
-      }
-#endif
-      return bit_cast<U>(splat<Vec<uint32_t, M / 2>>(word[first]));
-    };
+    const auto at = [&](const uint32_t (&word)[N]) FQ_INLINE_LAMBDA { return words_at<U>(word, first, several); };
     const U bits = in_register(load_raw<U>(x)), sign = splat<U>(0x8000), binade = splat<U>(0x0080), a = bits & ~sign;
     const U limited = smaller(a, at(enough_));
     // How many of the thresholds 3, 5 and 7 are exceeded, and how many of 4 and 6, times a binade.
@@ -114,31 +161,44 @@ class E2m1Blocks {
     return upper_halves(bit_cast<W>(r) + bit_cast<W>(is_above));
   }
 
-  // Comparisons of words below 2^15, and what is done with their results.
-  template <class U> static FQ_INLINE auto above(U a, U b) {
-#if defined(__AVX512F__)
-    if constexpr (sizeof(U) == 64) return uint32_t(_mm512_cmpgt_epi16_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-    else
-#endif
-    return bit_cast<U>(bit_cast<Vec<int16_t, kWidth<U>>>(a) > bit_cast<Vec<int16_t, kWidth<U>>>(b));
-  }
-  template <class U> static FQ_INLINE U plus_where(U lanes, U v, U w) { return v + (w & lanes); }
-  template <class U> static FQ_INLINE U value_where(U lanes, U v) { return v & lanes; }
-  template <class U> static FQ_INLINE U ones_where(U lanes, U v) { return v | lanes; }
-#if defined(__AVX512F__)
-  template <class U> static FQ_INLINE U plus_where(uint32_t lanes, U v, U w) {
-    return bit_cast<U>(_mm512_mask_add_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(v), bit_cast<__m512i>(w)));
-  }
-  template <class U> static FQ_INLINE U value_where(uint32_t lanes, U v) {
-    return bit_cast<U>(_mm512_maskz_mov_epi16(lanes, bit_cast<__m512i>(v)));
-  }
-  template <class U> static FQ_INLINE U ones_where(uint32_t lanes, U v) {
-    return bit_cast<U>(_mm512_mask_mov_epi16(bit_cast<__m512i>(v), lanes, bit_cast<__m512i>(splat<U>(0xFFFF))));
-  }
-#endif
-
   uint32_t first_[N], second_[N], below_third_[N], below_fourth_[N], enough_[N], highest_[N];
   uint32_t half_[N], odd_[N];  // level 1; level 3 - level 2
+};
+
+// The same for scales s that are powers of two, as in MX. Counted in bfloat16 numbers, all thresholds and results have
+// the same distance to s / 4 in every block.
+class E2m1Powers {
+ public:
+  static constexpr int N = kLanes;
+  using F = Vec<float, N>;
+
+  static FQ_INLINE bool usable(F scale) {
+    return E2m1Blocks::usable(scale) && !any_bit(bit_cast<Bits<F>>(scale) & 0x7FFFFFu);
+  }
+
+  FQ_INLINE void set(F s) {
+    const auto words = bit_cast<Bits<F>>(s * 0.25f);
+    store_raw(quarter_, words | words >> 16);
+  }
+
+  template <bool WithInside, int M> FQ_INLINE auto quantize(const bf16* x, bf16* y, unsigned first, bool several) const {
+    using U = Vec<uint16_t, M>;
+    const U bits = in_register(load_raw<U>(x)), sign = splat<U>(0x8000), a = bits & ~sign;
+    const U quarter = words_at<U>(quarter_, first, several), above_quarter = minus_or_zero(a, quarter);
+    const U limited = smaller(above_quarter, splat<U>(0x0240));  // 6 s
+    const U level = (limited + bytes_at(kAddend, U(limited >> 6))) & 0x03C0;
+    const U value = value_where(above(above_quarter, U{}), level + quarter) | (bits & sign);
+    store_raw(y, ones_where(above(a, splat<U>(0x7F80)), value));  // all ones is a NaN
+    if constexpr (WithInside) return above(splat<U>(0x0260), above_quarter);
+    else return 0;
+  }
+
+ private:
+  // For each half of a binade, what is added before the lowest six bits are cut off: below 3/4 s for the result s / 2,
+  // from there to s for s, and above for the nearest half of a binade, ties to even. The first is also in the upper bytes
+  // of words, where it is cut off.
+  static constexpr uint8_t kAddend[16] = {128, 64, 0, 64, 31, 32, 31, 32, 31};
+  uint32_t quarter_[N];
 };
 
 }  // namespace fakequant::FQ_TARGET

@@ -173,14 +173,14 @@ template <class V> FQ_INLINE V exact_reciprocals(V v) {
 }
 
 // Quantizes some rows of e2m1 in bfloat16, if their scales allow it; see e2m1_blocks-inl.h. Returns their number.
-template <class Mask>
+template <class Blocks, class Mask>
 FQ_INLINE int64_t e2m1_rows(const bf16* x, bf16* y, int64_t length, int64_t rows, const float* scale, Mask& mask) {
   constexpr int N = kLanes, kSets = 8;  // several sets at once, since the elements of one wait for its words
-  E2m1Blocks blocks[kSets];
+  Blocks blocks[kSets];
   int sets = 0;
   for (; sets < kSets && (sets + 1) * N <= rows; ++sets) {
     const auto s = load_raw<Vec<float, N>>(scale + sets * N);
-    if (!E2m1Blocks::usable(s)) break;
+    if (!Blocks::usable(s)) break;
     blocks[sets].set(s);
   }
   const auto quantize = [&](auto lanes, bool several) FQ_INLINE_LAMBDA {
@@ -273,7 +273,8 @@ FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end,
   for (; row + N <= last; row += N) {
     int64_t rows = 0;
     if constexpr (kSame<Rule, FixedFloatRule<Numerics::e2m1>> && kSame<T, bf16> && !kCompilesFast) {
-      rows = e2m1_rows(x, y, length, last - row, a.grid.scale_f32 + row, mask);
+      rows = e2m1_rows<E2m1Powers>(x, y, length, last - row, a.grid.scale_f32 + row, mask);
+      if (rows == 0) rows = e2m1_rows<E2m1Blocks>(x, y, length, last - row, a.grid.scale_f32 + row, mask);
     } else if constexpr (kSame<Rule, Onnx> && kSame<T, bf16> && kHasFma) {
       rows = clamped_rows(x, y, length, last - row, params, row, mask);
     }
