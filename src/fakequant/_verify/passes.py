@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._convert.golden.integer_layer import IntegerLayer, KeptWeights
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import (
     Accumulated,
@@ -86,6 +86,8 @@ class Passes:
         self.grids = {path: module for path, module in golden.named_modules() if isinstance(module, GoldenQuantizer)}
         # Why codes of quantizers are not compared, by path.
         self.skipped: dict[str, str] = {}
+        # For the golden model, which computes with the same weights in every pass.
+        self.weights = KeptWeights()
 
     @property
     def has_uncompared_grids(self) -> bool:
@@ -102,7 +104,8 @@ class Passes:
 
     def run_golden(self, inputs: Inputs) -> tuple[Any, Codes]:
         """Runs the golden model on its own codes, and returns its result and codes."""
-        return self._watched(self.golden, GoldenQuantizer, inputs)
+        with self.weights.in_use():
+            return self._watched(self.golden, GoldenQuantizer, inputs)
 
     def _watched(self, model: nn.Module, kind: type[nn.Module], inputs: Inputs) -> tuple[Any, Codes]:
         codes: Codes = {}
@@ -173,9 +176,14 @@ class Passes:
 
         layers = (module for module in self.golden.modules() if isinstance(module, IntegerLayer))
         with self._substituting(codes, visit, whose), hooked(m.register_forward_hook(remember) for m in layers):
-            args, kwargs = copied(*inputs)
-            found.results = leaves.tensors(self.golden(*args, **kwargs))
+            found.results = self._results(inputs)
         return found
+
+    def _results(self, inputs: Inputs) -> list[Tensor]:
+        """Runs the golden model, and returns its results."""
+        args, kwargs = copied(*inputs)
+        with self.weights.in_use():
+            return leaves.tensors(self.golden(*args, **kwargs))
 
     @contextmanager
     def _substituting(self, codes: Codes, visit: Callable[..., None], whose: Whose) -> Iterator[None]:
@@ -218,8 +226,7 @@ class Passes:
                     kept[wanted[path, call]] = plain(x)
 
             with self._substituting(codes, visit, "prepared"):
-                args, kwargs = copied(*inputs)
-                results = leaves.tensors(self.golden(*args, **kwargs))
+                results = self._results(inputs)
             return [*(kept[number] for number in range(len(wanted))), *results]
 
         exact = [*(difference.x for difference in found.differences), *found.results]

@@ -53,6 +53,8 @@ _STEPS = {
     aten.log_sigmoid_forward, aten.hardswish, aten.hardsigmoid, aten.erfc, aten.expm1, aten.log1p, aten.sin, aten.cos,
 }  # fmt: skip
 _STEP_SIZE = 8.0
+# The signs for each byte of random bits.
+_SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
 # Operations that only select, move or fill elements.
 _EXACT = {
     aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.hardtanh, aten.where, aten.masked_fill, aten.cat,
@@ -109,7 +111,8 @@ class Perturbed(TorchDispatchMode):
         if packet in _SUMS:
             magnitude = _first(func(*_magnitudes(args), **_magnitudes(kwargs))).abs()
         elif packet in _ADDITIONS:
-            numbers = [x for x in (*inputs, *args[:2]) if isinstance(x, (Tensor, int, float))]
+            tensors = {id(x): x for x in inputs}
+            numbers = [*inputs, *(x for x in args[:2] if isinstance(x, (Tensor, int, float)) and id(x) not in tensors)]
             sizes = [torch.as_tensor(x).abs().to(y.dtype) for x in numbers]
             magnitude = reduce(torch.maximum, sizes).expand_as(y)
         elif packet in _STEPS:
@@ -126,8 +129,7 @@ class Perturbed(TorchDispatchMode):
     def _signs(self, y: Tensor) -> Tensor:
         """Returns +1 or -1 for each element of `y`, at random."""
         random = np.frombuffer(self._generator.bytes(-(-y.numel() // 8)), np.uint8)
-        bits = torch.from_numpy(np.unpackbits(random, count=y.numel()).view(np.int8))
-        return bits.reshape(y.shape).to(y.dtype).mul_(2).sub_(1)
+        return torch.from_numpy(_SIGNS.take(random, 0)).view(-1)[: y.numel()].reshape(y.shape).to(y.dtype)
 
 
 def _norm_magnitude(packet: Any, args: Any, y: Tensor) -> Tensor:

@@ -118,8 +118,11 @@ def verify(
     comparison = _Comparison(model, golden, file, is_exact_level=accuracy_level is not None)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")
-    with evaluating(model), torch.autocast("cpu", enabled=False):
-        run(model, data, steps, call=comparison.compare)
+    try:
+        with evaluating(model), torch.autocast("cpu", enabled=False):
+            run(model, data, steps, call=comparison.compare)
+    finally:
+        comparison.passes.weights.clear()  # now, and not when the garbage collector finds it
     if not comparison.batches:
         raise ValueError("`data` has no batches, so there is nothing to compare.")
     found = comparison.result()

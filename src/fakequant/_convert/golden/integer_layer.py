@@ -6,7 +6,10 @@ Like a prepared layer, a converted layer has a class derived from the float laye
 
 import dataclasses
 import platform
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.grouped_linear import Groups
+from fakequant._backends.torch.plain_memory import has_no_modes
 from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import (
     EXACT_IN_FLOAT32,
@@ -197,7 +201,7 @@ class Integers(LayerRecord):
         if floating is not None:
             return value + self._along_channels(floating[rows])
         added = None if bias is None else self._along_channels(part_of(bias, rows))
-        totals = weight[rows].sum(1) if operator is linear else None
+        totals = _totals(layer, weight, rows) if operator is linear else None
         codes = levels + grid.zero_point
         return track(value, Accumulated(sums, scale, layer, codes, grid, weight_scale, added, totals, largest))
 
@@ -207,14 +211,100 @@ class Integers(LayerRecord):
         return value if value.dim() == 0 or spatial == 0 else value.reshape(-1, *[1] * spatial)
 
 
+class _Kept(NamedTuple):
+    """A tensor that was computed from the codes of a weight."""
+
+    value: Tensor
+    # What it was computed from: tensors or None, and how often they and `value` had been changed by then.
+    sources: tuple[Tensor | None, ...]
+    versions: list[int]
+    shift: int
+
+    def is_current(self, sources: tuple[Tensor | None, ...], shift: int) -> bool:
+        """Returns True if computing it again from these sources would return the same."""
+        is_same = shift == self.shift and all(a is b for a, b in zip(sources, self.sources, strict=True))
+        return is_same and _versions(self.value, *sources) == self.versions
+
+
+class KeptWeights:
+    """What layers compute from their codes only, kept outside of them for callers that run a model many times.
+
+    It has as much memory as the weights in float. A weight that is changed or replaced is computed again. Passes in a
+    mode, such as one that adds rounding errors, use what was kept but add nothing to it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[IntegerLayer, str], _Kept] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context in which layers use it."""
+        token = _in_use.set(self)
+        try:
+            yield
+        finally:
+            _in_use.reset(token)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._values.clear()
+
+    def find(self, layer: IntegerLayer, what: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Returns the value that was kept under a name, or computes it."""
+        sources = layer.weight_codes, layer.weight_scale, layer.weight_zero_point
+        shift: int = layer._fakequant.weight_shift
+        if any(source is not None and source.is_inference() for source in sources):
+            return compute()  # changes of such tensors cannot be seen
+        kept = self._values.get((layer, what))
+        if kept is not None and kept.is_current(sources, shift):
+            return kept.value
+        value = compute()
+        if has_no_modes() and not value.is_inference():
+            self._values[layer, what] = _Kept(value, sources, _versions(value, *sources), shift)
+        return value
+
+
+_in_use: ContextVar[KeptWeights | None] = ContextVar("kept weights", default=None)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def _kept(layer: IntegerLayer, what: str, compute: Callable[[], Tensor]) -> Tensor:
+    """Returns what `compute` returns, which must depend on the codes of the weight only."""
+    weights = _in_use.get()
+    return compute() if weights is None else weights.find(layer, what, compute)
+
+
 def weight_levels(layer: IntegerLayer) -> Tensor:
     """Returns (codes - zero point) * 2^weight_shift, in float32 and in the shape of the weight."""
-    return _dequantized(layer, torch.full_like(layer.weight_scale, 2.0**layer._fakequant.weight_shift))
+
+    def compute() -> Tensor:
+        return _dequantized(layer, torch.full_like(layer.weight_scale, 2.0**layer._fakequant.weight_shift))
+
+    return _kept(layer, "levels", compute)
 
 
 def float_weight(layer: IntegerLayer) -> Tensor:
     """Returns the dequantized weight: `weight_levels * weight_scale`."""
-    return _dequantized(layer, layer.weight_scale * 2.0**layer._fakequant.weight_shift)
+
+    def compute() -> Tensor:
+        return _dequantized(layer, layer.weight_scale * 2.0**layer._fakequant.weight_shift)
+
+    return _kept(layer, "floats", compute)
+
+
+def _totals(layer: IntegerLayer, weight: Tensor, rows: slice) -> Tensor:
+    """Returns the sum of the levels of each row. `weight` is `weight_levels(layer)`."""
+    if rows != slice(None):
+        return weight[rows].sum(1)
+    return _kept_sum(layer, "totals", lambda: weight.sum(1))
+
+
+def _kept_sum(layer: IntegerLayer, what: str, compute: Callable[[], Tensor]) -> Tensor:
+    """Does the same as `_kept`, but computes in every pass in a mode: it may add rounding errors to sums."""
+    return _kept(layer, what, compute) if has_no_modes() else compute()
 
 
 def set_weight(layer: IntegerLayer, weight: Tensor) -> None:
@@ -314,7 +404,8 @@ def largest_sum(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> float:
     spec = grid.spec
     largest = spec.levels if zero is None else max(spec.qmax - zero, zero - spec.qmin)
     axes = [axis for axis in range(weight.dim()) if axis != layer._fakequant.kind.channel_axis]
-    bound = largest * float(weight.abs().sum(axes, dtype=torch.float64).max())
+    sums = _kept_sum(layer, "magnitudes", lambda: weight.abs().sum(axes, dtype=torch.float64))
+    bound = largest * float(sums.max())
     return bound if layer.bias_codes is None else bound + float(layer.bias_codes.abs().max())
 
 
