@@ -17,6 +17,7 @@ Recipes for language models take `kv_cache`, the spec of keys and values in the 
 from typing import Literal
 
 from fakequant import presets
+from fakequant._runtimes import find
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.formats import SUPER_BLOCKS, ScaleRule
 from fakequant.observers import Dynamic
@@ -47,6 +48,11 @@ def int8(*, activation_bits: int = 8, target: str = "generic") -> QuantConfig:
             f"`activation_bits` must be 8 or 16, got {activation_bits!r}.\nUse recipes.lsq for fewer bits."
         )
     activations = presets.uint8() if activation_bits == 8 else presets.int16()
+    if find(target).fit_activation(activations).bits != activation_bits:
+        raise ValueError(
+            f"The target {target!r} has no kernels for activations of {activation_bits} bits.\n"
+            "Use activation_bits=8, or a target that has, such as 'litert' or 'onnxruntime-x86'."
+        )
     layer = LayerConfig(weight=presets.int8(), input=activations)
     return QuantConfig(default=layer, operands=activations, target=target)
 

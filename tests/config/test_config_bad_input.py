@@ -60,6 +60,19 @@ def test_recipe_refuses_invalid_bits(bits):
         recipes.lsq(bits)
 
 
+@pytest.mark.parametrize("bits", [4, 9, 32, None, "16"])
+def test_int8_has_activations_of_8_or_16_bits(bits):
+    with pytest.raises(ValueError, match="`activation_bits` must be 8 or 16"):
+        recipes.int8(activation_bits=bits)
+
+
+def test_activations_of_16_bits_need_a_target_that_has_them():
+    for target in ("xnnpack", "tensorrt"):
+        with pytest.raises(ValueError, match=f"'{target}' has no kernels for activations of 16 bits"):
+            recipes.int8(activation_bits=16, target=target)
+    assert recipes.int8(activation_bits=16, target="litert").operands.bits == 16
+
+
 @pytest.mark.parametrize("group", [0, "x", 2.5], ids=repr)
 def test_recipe_refuses_an_invalid_group_size(group):
     with pytest.raises((ValueError, TypeError), match=rf"`group_size` must be .*, got {group!r}"):

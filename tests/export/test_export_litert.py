@@ -71,6 +71,7 @@ def test_layers(target, bits, tmp_path):
     assert (report.share, {one.how for one in report.layers}) == (1.0, {f"int{bits}"})
     assert len(report.layers) == 13  # the groups of a transposed convolution are layers
     found = assert_same(model, path, x)
+    assert found.outputs.runtime_is_equal
     assert found.floats == {}
     # The image and the first result; sequences have the channels last in front of the linear layer.
     assert len(report.transposes) == 3

@@ -1,12 +1,13 @@
 """The golden model's arithmetic gives the codes of LiteRT's kernels, at ties too."""
 
+import pickle
 import platform
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fakequant import QuantSpec
+from fakequant import QuantSpec, _runtimes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("ai_edge_litert.interpreter")
@@ -80,6 +81,19 @@ def test_floats(target, bits):
         of = grid(scale, zero_point, bits)
         theirs = run(target, "QUANTIZE", [(x, None)], x.shape, of, ("Quantize", {}))
         same(KERNELS[target, bits].from_float(torch.from_numpy(x), of), theirs)
+
+
+@every_kernel
+def test_training_rounds_inputs_like_the_kernels(target, bits):
+    for scale, zero_point in [(0.5, 0), (0.1, -9), (0.3, 12), (2.0**-7, 33)]:
+        ties = ((np.arange(-80, 80) + 0.5) * scale).astype(np.float32)
+        of = grid(scale, zero_point, bits)
+        theirs = run(target, "QUANTIZE", [(ties, None)], ties.shape, of, ("Quantize", {}))
+        rounding = _runtimes.find(target).rounding
+        same(rounding.codes(torch.from_numpy(ties), of.scale, of.zero_point, of.spec), theirs)
+        moved = rounding.moved(torch.from_numpy(ties), of.scale, of.zero_point, of.spec)
+        same(torch.round(moved / of.scale) + of.zero_point, theirs)
+        assert pickle.loads(pickle.dumps(rounding)) is rounding
 
 
 def layer(target, kind, scales, number, bits=8, channels=8, wide=False):
@@ -172,14 +186,15 @@ def test_a_layer_with_one_output_has_one_scale():
 
 @every_kernel
 @pytest.mark.parametrize("code", ["ADD", "MUL"])
-@pytest.mark.parametrize("shapes", [((4, 9, 8), (4, 9, 8)), ((4, 9, 8), (8,)), ((4, 9, 8), (4, 1, 8))])
+@pytest.mark.parametrize("shapes", [((128, 9, 16), (128, 9, 16)), ((4, 9, 8), (8,)), ((4, 9, 8), (4, 1, 8))])
 def test_elements(code, shapes, target, bits):
     ours = KERNELS[target, bits]
     compute = ours.from_addition if code == "ADD" else ours.from_product
     factor = (8 if bits == 8 else 2000) if code == "MUL" else 1
     more = {"potScaleInt16": False} if code == "ADD" and bits == 16 else {}
     for a_scale, b_scale, scale in SCALES:
-        a_of, b_of, of = grid(a_scale, -3, bits), grid(b_scale, 9, bits), grid(scale * factor, -20, bits)
+        scale = a_scale + b_scale if code == "ADD" and bits == 16 else scale * factor
+        a_of, b_of, of = grid(a_scale, -3, bits), grid(b_scale, 9, bits), grid(scale, -20, bits)
         a, b = codes(*shapes[0], bits=bits), codes(*shapes[1], bits=bits)
         theirs = run(target, code, [(a, a_of), (b, b_of)], shapes[0], of, (code.capitalize(), more))
         same(compute(value(a, a_of), a_of, value(b, b_of), b_of, of), theirs)

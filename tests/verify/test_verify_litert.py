@@ -92,12 +92,12 @@ class Viewed(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.fc = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Linear(16, 16)
+        self.conv, self.fc = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Linear(64, 64)
         torch.nn.init.ones_(self.fc.bias)
 
     def forward(self, x):
-        y = self.conv(x).view(x.shape[0], 4, -1)
-        return torch.nn.functional.linear(self.fc(y), self.fc.weight)
+        y = self.conv(x)
+        return y.view(x.shape[0], -1), torch.nn.functional.linear(self.fc(y.flatten(1)), self.fc.weight)
 
 
 def test_views_of_codes_and_weights_without_their_bias(tmp_path):

@@ -175,7 +175,7 @@ class Verification(Shown):
             return (
                 f"{rounded} of {codes} codes of prepared and golden model differ because the runtime's kernels round "
                 f"otherwise; at most {_SOME + int(_ROUNDED_SHARE * codes)} are tolerated.\nUse a target whose kernels "
-                "round once, such as 'litert', or weights of more bits: more codes differ where multipliers are large."
+                "round once, or weights of more bits: more codes differ where multipliers are large."
             )
         if self.rounded and out.level_difference:
             return (

@@ -5,8 +5,10 @@ twice: first to a power of two, then to a code. So where the exact result is nea
 be one code off, and the wider, the larger the multiplier: 2^-9 of the results of a layer whose multiplier is 2^-8. They
 exist twice: optimized (`BUILTIN`), and plain (`REFERENCE`). XNNPACK has no kernels for 16 bits.
 
-The golden model rounds exactly like them. `tests/runtimes/test_litert_kernels.py` holds the formulas against the
-runtime, on x86.
+The golden model rounds exactly like them, with one exception: the optimized kernels that convert floats, and those that
+add codes of 16 bits, compute the last elements of a tensor, fewer than 16, as the plain ones do. Which elements these
+are depends on the order of the axes in the file, and codes differ at ties only.
+`tests/runtimes/test_litert_kernels.py` holds the formulas against the runtime, on x86.
 """
 
 from typing import NamedTuple
