@@ -229,7 +229,8 @@ def test_large_bias_widens_the_sums_to_float64():
     for bias, dtype in ((1.0, torch.float32), (2.0**24, torch.float64)):
         golden = fq.convert(linear_with([[127.0]], [bias], 1.0, 0))
         layer = golden[0]
-        assert integer._wide_enough(layer, layer.input_quantizer, integer.weight_levels(layer)) == dtype
+        weight = integer.weight_levels(layer)
+        assert integer._wide_enough(weight, integer.largest_sum(layer, layer.input_quantizer, weight)) == dtype
 
 
 def test_bias_that_needs_more_than_32_bits_rounds_its_weights_to_a_larger_scale_with_a_note():
