@@ -2,8 +2,8 @@
 
 Its own kernels multiply integers by a float that is an integer times a power of two (`_Multipliers`), and most round
 twice: first to a power of two, then to a code. So where the exact result is near the middle between two codes, they may
-be one code off, and the wider, the larger the multiplier: 2^-9 of the results of a layer whose multiplier is 2^-8. They
-exist twice: optimized (`BUILTIN`), and plain (`REFERENCE`). XNNPACK has no kernels for 16 bits.
+be one code off, and the larger the multiplier, the more of them are. They exist twice: optimized, and plain as a
+reference. XNNPACK has no kernels for 16 bits.
 
 The golden model rounds exactly like them, with one exception: the optimized kernels that convert floats, and those that
 add codes of 16 bits, compute the last elements of a tensor, fewer than 16, as the plain ones do. Which elements these
