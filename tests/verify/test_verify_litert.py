@@ -113,7 +113,7 @@ def test_views_of_codes_and_weights_without_their_bias(tmp_path):
 
 
 def test_kernels_that_round_twice_are_those_of_the_target(tmp_path):
-    """A file runs with the kernels that the golden model follows. Those of another target have other codes."""
+    """`verify` runs a file with the kernels of its target. Other kernels compute other codes."""
     config = recipes.int8(target="litert-reference")
     model = fq.prepare(digit_models.float_model("residual"), config, DATA[0])
     model = fq.calibrate(model, [digit_models.digits(32, 1) * 0.9], progress=False).eval()

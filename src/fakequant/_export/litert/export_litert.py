@@ -87,7 +87,7 @@ def export_litert(
 
 
 def _target_of(model: nn.Module) -> str:
-    """Returns the target of a model, if it is one of LiteRT, otherwise that of its default kernels."""
+    """Returns the target of a model. If it is not one of LiteRT's, returns the one of the default kernels."""
     made = find_conversion(model)
     own = preparation(model).config.target if made is None else made.target
     return own if own in RESOLVERS else TARGETS[0].name

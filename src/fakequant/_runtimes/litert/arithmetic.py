@@ -1,4 +1,4 @@
-"""The arithmetic of LiteRT's kernels: those of XNNPACK, which are its default, and its own.
+"""The arithmetic of the kernels that LiteRT runs: XNNPACK's by default, and its own.
 
 Its own kernels multiply integers by a float that is an integer times a power of two (`_Multipliers`), and most round
 twice: first to a power of two, then to a code. So where the exact result is near the middle between two codes, they may
