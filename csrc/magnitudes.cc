@@ -116,7 +116,8 @@ template <class W> FQ_INLINE W larger_halves(W a, W b) {
   return bit_cast<W>(larger(bit_cast<I>(a), bit_cast<I>(b)));
 }
 
-// Returns the maxima of pairs of 16-bit lanes of a in the lower halves of words, and those of b in the upper ones.
+// Each word of a and of b holds two numbers of 16 bits. Returns the larger of each two, in words that hold one of a in the
+// lower half and one of b in the upper half.
 template <class W> FQ_INLINE W maxima_of_halves(W a, W b) {
   return larger_halves(interleave_halves<false>(a, b), interleave_halves<true>(a, b));
 }

@@ -497,7 +497,7 @@ template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16(Vec<float, N> v) {  
 template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16_without_ties(Vec<float, N> v) {
   return bit_cast<Vec<uint32_t, N>>(v) + 0x8000u;
 }
-// Returns the upper halves of the words of a and b, those of a in the lower halves.
+// Returns words with the upper half of a word of a as the lower half, and the upper half of a word of b as the upper one.
 template <class W> FQ_INLINE W upper_halves(W a, W b) {
 #if defined(__AVX2__)
   if constexpr (sizeof(W) == 32) return bit_cast<W>(_mm256_blend_epi16(bit_cast<__m256i>(a >> 16), bit_cast<__m256i>(b), 0xAA));

@@ -178,6 +178,16 @@ def test_sums_of_64_bits(kind, target):
         same(*layer(target, kind, scales, number, 16, wide=True))
 
 
+def test_means_whose_sums_may_overflow_are_left_to_floats():
+    for target, bits in KERNELS:
+        ours = KERNELS[target, bits]
+        assert ours.has_average(1.0, 1.0, 2.0**31 - 1)
+        assert ours.has_average(1.0, 1.0, 2.0**31) == (not ours.rounds_twice)
+    of = grid(1.0, bits=16)
+    x = torch.full((1, 2**16), 32767.0)
+    assert KERNELS["litert-reference", 16].from_average(x, of, (1,), of).item() == 32767
+
+
 def test_a_layer_with_one_output_has_one_scale():
     for target, bits in KERNELS:
         for number, scales in enumerate(SCALES * 20):

@@ -181,8 +181,8 @@ class Target:
     weights: WeightRules = WeightRules()
     activations: ActivationRules = ActivationRules()
     fusions: Fusions = Fusions()
-    # How accumulators become codes: "reference", or the room whose arithmetic.py has the formulas. If it has those of
-    # several kernels, "room/kernels".
+    # Which formulas turn accumulators into codes: "reference"; a room, whose arithmetic.py has them; or "room/kernels",
+    # if that file has formulas of several kinds of kernels.
     arithmetic: str = "reference"
     # The same for codes of more than 8 bits. None if it is the same.
     wide_arithmetic: str | None = None

@@ -86,7 +86,7 @@ def solver_of(a: Tensor, act_order: bool) -> Solver:
     order = order.to(a.device).expand(len(a), -1)
     back = order.argsort(1)
     a, matrix = a.mT, torch.arange(len(a), device=a.device)[:, None, None]
-    # In the order of LAPACK, so that it is factored in place: each matrix may be larger than the weight.
+    # LAPACK stores columns together. A matrix in that order is factored in place, and needs no copy.
     lower = a[matrix, order[:, :, None], order[:, None]].mT
     torch.linalg.cholesky(lower, out=lower)
     upper = torch.cholesky_inverse(lower)

@@ -53,7 +53,8 @@ def mean(t: Operations, node: Node, x: Value, axes: Any = None, keepdim: bool = 
 
     def codes(grid: Grid) -> Known | None:
         operands, kernels = t.builder.operands_of(grid, x), t.builder.kernels(grid)
-        if operands is None or not kernels.has_average(scale_of(operands[0].tensor), grid.scale):
+        largest = prod(x.shape[axis] for axis in axes) * 2.0**grid.bits
+        if operands is None or not kernels.has_average(scale_of(operands[0].tensor), grid.scale, largest):
             return None
         (found,) = operands
         places = sorted(found.axis(axis) for axis in axes)

@@ -11,6 +11,7 @@ are depends on the order of the axes in the file, and codes differ at ties only.
 `tests/runtimes/test_litert_kernels.py` holds the formulas against the runtime, on x86.
 """
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,8 @@ class Xnnpack(Int8Arithmetic):
     def has_product(self, a_scale: float, b_scale: float, scale: float) -> bool:
         return 2**-16 <= a_scale * b_scale / scale < 2**8
 
-    def has_average(self, x_scale: float, scale: float) -> bool:
+    def has_average(self, x_scale: float, scale: float, largest: float = 0.0) -> bool:
+        """Returns True if there is a kernel for a mean. `largest` is as in `has_layer`."""
         return 2**-8 <= x_scale / scale < 2**8
 
     def from_layer(self, layer: Accumulated, grid: GridOf) -> Tensor:
@@ -96,6 +98,9 @@ class FixedPoint(Xnnpack):
 
     def has_product(self, a_scale: float, b_scale: float, scale: float) -> bool:
         return a_scale * b_scale < scale
+
+    def has_average(self, x_scale: float, scale: float, largest: float = 0.0) -> bool:
+        return largest < _INT32 and super().has_average(x_scale, scale)
 
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """clip(rint(x * (1 / scale)) + zero_point) if optimized, otherwise clip(round(x / scale) + zero_point).
@@ -160,15 +165,15 @@ class FixedPoint(Xnnpack):
         return _on(grid, by.twice(_levels(a, a_grid) * _levels(b, b_grid)) + grid.zero_point)
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
-        """clip(multiplied(sum(x - zx)) + zero_point). The multiplier is that of x_scale / scale, divided by the number.
+        """clip(multiplied(sum(x - zx)) + zero_point).
 
-        The quotient is not rounded to nearest, but down, to 31 bits.
+        The multiplier is x_scale / scale, as an integer of 31 bits, divided by the number of elements and rounded down.
         """
-        if not _have_one_width(x_grid, grid) or not self.has_average(float(x_grid.scale), float(grid.scale)):
+        number = prod(x.shape[axis] for axis in axes)
+        scales = float(x_grid.scale), float(grid.scale)
+        if not _have_one_width(x_grid, grid) or not self.has_average(*scales, number * 2.0 ** _bits(grid)):
             return self.from_float(plain(x).float().mean(axes, keepdim=True), grid)
-        levels, number = _levels(x, x_grid), 1
-        for axis in axes:
-            number *= levels.shape[axis]
+        levels = _levels(x, x_grid)
         by = _Multipliers.of(x_grid.scale.double() / grid.scale.double())
         shift = min(number.bit_length() - 1, 32, 31 + int(by.shift))
         by = _Multipliers((by.number << shift) // number, by.shift - shift)

@@ -29,7 +29,7 @@ def _target(name: str, arithmetic: str, *, has_tokens: bool = False) -> Target:
         ),
         fusions=Fusions(needs_results=True, needs_all_results=True, joins_on_one_grid=True, has_integer_products=False),
         arithmetic=arithmetic,
-        wide_arithmetic="litert/reference" if arithmetic == "litert/reference" else "litert/builtin",
+        wide_arithmetic="litert/builtin" if arithmetic == "litert" else None,
         has_quantized_caches=False,
         has_own_rounding=True,
         has_volumes=False,
